@@ -1,0 +1,93 @@
+"""The contract of a storage backend.  Importable without torch.
+
+Three methods must be written: `exists`, `read`, `write`.  All else has a default.  Keys are opaque ASCII strings (the key
+scheme of `hicache_actors.keys` makes them safe for file names); an object is one run of bytes of fixed length (header +
+payload, see `hicache_actors.backends.objects`); a backend never looks inside.
+
+Every method is a coroutine on the cache's event loop and must not block it: blocking calls go through `Workers.run`.  Methods
+run concurrently.  Buffers belong to the cache and stay valid until the call has *ended* (returned or raised), however long
+that takes: nobody frees them earlier.  Foreign exceptions are translated to `BackendError` at this border (`map_errors`).
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Literal
+
+from hicache_actors.errors import BackendError
+
+
+class Stored(enum.IntEnum):
+    """What became of one object of a `write`."""
+
+    FAILED = 0
+    WRITTEN = 1
+    PRESENT = 2  #: an object was there under this key; it was kept
+
+
+class Backend(ABC):
+    """One store, opened once, used by one cache."""
+
+    scope: ClassVar[Literal["instance", "host", "cluster"]] = "instance"
+    """Who can see what is written here: this process only, processes of this host, or the cluster."""
+
+    async def open(self) -> None:
+        """Called once, before any other method, on the loop that will use it.  Raises `BackendError` or `ConfigError`."""
+
+    async def close(self) -> None:
+        """Idempotent.  No method is called afterwards; calls still running (hung ones) may be abandoned."""
+
+    @abstractmethod
+    async def exists(self, keys: Sequence[str]) -> int:
+        """Length of the leading run of ``keys`` that are stored whole."""
+
+    @abstractmethod
+    async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
+        """Fill ``buffers[i]`` with the object ``keys[i]``: True where it was found and has exactly the buffer's length.
+
+        Where False, the buffer's content is undefined.
+        """
+
+    @abstractmethod
+    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
+        """Store objects; after WRITTEN or PRESENT a later `read` finds a whole object, before that it finds none or a whole one."""
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        """Remove objects -> how many were there.  The default removes nothing."""
+        return 0
+
+    async def quarantine(self, key: str) -> bool:
+        """Take a bad object out of sight: later `exists` and `read` miss it, and `write` stores anew.  Default: `delete`."""
+        return await self.delete([key]) > 0
+
+    async def clear(self) -> None:
+        """Remove every object of this store, and nothing else.  The default goes through `keys` and `delete`."""
+        async for key in self.keys():
+            await self.delete([key])
+
+    async def keys(self) -> AsyncIterator[str]:
+        """The stored keys, in no order.  The default knows none."""
+        for key in ():
+            yield key
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """Counters for `snapshot()`; any thread."""
+        return {}
+
+
+BackendFactory = Callable[[str], Backend]
+"""What a URL scheme registers (entry point group ``hicache_actors.backends``): takes the whole URL."""
+
+
+@contextmanager
+def map_errors(what: str, *foreign: type[BaseException], retryable: bool = True) -> Iterator[None]:
+    """Translate foreign exceptions to `BackendError`, once, at the border."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except foreign as error:
+        raise BackendError(f"{what}: {type(error).__name__}: {error}", retryable=retryable) from error

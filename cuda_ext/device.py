@@ -1,0 +1,74 @@
+"""The contract of a device: in-order streams, copies between KV tensors and host slots, and completions that can be awaited.
+
+No torch is imported here.  Devices: `TorchCpuDevice` (one worker thread a stream), `testing.SimDevice` (timers on a
+virtual-time loop); CUDA devices follow the same contract, which `testing.device_contract` tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Event(Protocol):
+    """ "This work has finished": torch.cuda.Event, a `Ticket`, or anything with ``query``."""
+
+    def query(self) -> bool: ...
+
+
+class Work(Protocol):
+    """A piece of copying that a stream runs: a `transfer.CopyPlan` bound to one layer range and one batch of pages."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self) -> None:
+        """Move the bytes.  Called by the device, on its own thread; an exception fails the ticket with it."""
+
+
+class Ticket(Event, Protocol):
+    """The end of submitted work.  Thread-safe.  Done also when the work failed: look at ``error``."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def query(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block this thread until done -> False on timeout.  Never on an event loop's thread."""
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when done: on the device's thread, or at once on this thread if done already.
+
+        The callback must be short and must not block; to reach a loop it does `call_soon_threadsafe` and nothing else.
+        """
+
+
+class Stream(Protocol):
+    """Runs work in submission order; different streams run concurrently.  `submit` and `wait_event` never block."""
+
+    name: str
+
+    def submit(self, work: Work) -> Ticket: ...
+
+    def wait_event(self, event: Event) -> None:
+        """What is submitted later runs after ``event`` has fired."""
+
+    def record(self) -> Ticket:
+        """A ticket that is done when everything submitted so far has ended."""
+
+
+class Device(Protocol):
+    """Any thread may call."""
+
+    name: str
+    kind: Literal["cpu", "cuda", "sim"]
+
+    def stream(self, name: str) -> Stream:
+        """The stream of that name, made on first use."""
+
+    def snapshot(self) -> Mapping[str, int | float | str]: ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for submitted work -> True if all of it ended in time.  If not, its memory must stay mapped."""

@@ -1,0 +1,1 @@
+"""hicache_actors: an asyncio-native actor framework for tiered LLM KV caches."""
