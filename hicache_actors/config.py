@@ -1,0 +1,355 @@
+"""Settings of a cache: frozen structs that are checked once, when they are made.
+
+What was asked for is done or refused, never rewritten: a value that cannot be honoured raises `ConfigError`, which
+names the field, the value, what is allowed and the fix.  ``None`` means "not asked for"; the field's text says what is done
+then.  The structs can be made in Python, from a mapping (`Config.from_dict`) or from a TOML or JSON file
+(`Config.load`).
+
+Nothing here imports torch or the rest of the package, so a frontend can check a configuration before it owns a GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypeAlias
+
+import msgspec
+
+from hicache_actors.checks import choice, count, not_negative, optional_count, optional_text, positive, text, whole
+from hicache_actors.errors import ConfigError
+
+WritePolicy: TypeAlias = Literal["write_through"]
+Eviction: TypeAlias = Literal["lru"]
+PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+HostLayout: TypeAlias = Literal["page_first_direct", "page_first"]
+Verify: TypeAlias = Literal["always"]
+
+WRITE_POLICIES: Final = ("write_through",)
+EVICTIONS: Final = ("lru",)
+PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
+LAYOUTS: Final = ("page_first_direct", "page_first")
+HEADER_SIZES: Final = (4096, 0)
+VERIFY_MODES: Final = ("always",)
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What, besides shape, page size and layout, must be equal for two caches to share stored bytes."""
+
+    model_id: str | None = None
+    """Name of the model.  Required when storage is used.  Default: none."""
+
+    weights: str | None = None
+    """Fingerprint of the weights, or an epoch that changes whenever they do.  Required when storage is used.  Default:
+    none."""
+
+    total_kv_heads: int | None = None
+    """KV heads of the whole model, over all ranks.  Default: the heads of the shape, that is, one rank holds them
+    all."""
+
+    def __post_init__(self) -> None:
+        optional_text("model.model_id", self.model_id, fix="name the model, e.g. 'HuggingFaceTB/SmolLM2-135M-Instruct'")
+        optional_text("model.weights", self.weights, fix="give a fingerprint of the weights, or an epoch such as 'v1'")
+        optional_count("model.total_kv_heads", self.total_kv_heads, "KV heads")
+
+
+class ShapeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One token's KV on this rank.  Only needed when the cache makes the KV tensors itself; else they describe
+    themselves."""
+
+    layers: int
+    """Layers of this rank."""
+
+    heads: int
+    """KV heads of this rank; 1 for MLA."""
+
+    head_dim: int
+    """Elements a head; for MLA the width of the latent with its rotary part."""
+
+    dtype: str
+    """Element type by its torch name, e.g. 'bfloat16'."""
+
+    kv: int = 2
+    """2: K and V.  1: one MLA tensor a layer.  Default: 2."""
+
+    def __post_init__(self) -> None:
+        count("shape.layers", self.layers, "layers")
+        count("shape.heads", self.heads, "KV heads")
+        count("shape.head_dim", self.head_dim, "elements")
+        choice("shape.kv", self.kv, (2, 1), fix="2 for separate K and V, 1 for MLA")
+        text("shape.dtype", self.dtype, fix="use a torch name, e.g. 'bfloat16'")
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """L1: the pages that attention reads."""
+
+    pages: int | None = None
+    """Pages of the device pool.  Default: as many as the given KV tensors hold; required when none are given."""
+
+    def __post_init__(self) -> None:
+        optional_count("device.pages", self.pages, "pages")
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """L2: host memory of this process, one run of page slots.  ``pages`` overrides ``size_gb``, which overrides
+    ``ratio``."""
+
+    ratio: float = 2.0
+    """Host pages per device page.  Default: 2.0."""
+
+    size_gb: float | None = None
+    """Size of the host pool on this rank, headers included, in units of 1e9 bytes.  Default: not given, ``ratio``
+    decides."""
+
+    pages: int | None = None
+    """Pages of the host pool.  Default: not given, ``size_gb`` or ``ratio`` decides."""
+
+    reserve_gb: float | None = None
+    """Memory that must stay free for others, in units of 1e9 bytes; a pool that would take it is refused.  Default:
+    the smaller of 10 GiB and 20 % of the memory limit."""
+
+    layout: HostLayout = "page_first_direct"
+    """Order of the bytes in a slot.  'page_first_direct': K or V, layer, token, head.  'page_first': K or V, token,
+    layer, head, byte-equal to SGLang's flat page.  Default: 'page_first_direct'."""
+
+    header_bytes: int = 4096
+    """Room for an object header before each page, so that header and page are stored in one run.  0: no header, hence
+    no verified storage.  Default: 4096."""
+
+    def __post_init__(self) -> None:
+        positive("host.ratio", self.ratio, "host pages per device page")
+        if self.size_gb is not None:
+            positive("host.size_gb", self.size_gb, "1e9 bytes")
+        optional_count("host.pages", self.pages, "pages")
+        if self.reserve_gb is not None:
+            not_negative("host.reserve_gb", self.reserve_gb, "1e9 bytes")
+        choice("host.layout", self.layout, LAYOUTS)
+        choice("host.header_bytes", self.header_bytes, HEADER_SIZES, fix="keep 4096, or 0 without storage")
+
+
+class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """L3: a backend behind a URL, and when to read it."""
+
+    url: str | None = None
+    """Where pages are stored: 'memory://name', 'file:///folder', or a scheme that a plug-in registers.  Default: no
+    storage."""
+
+    prefetch_threshold_tokens: int = 256
+    """A shorter missing span is not looked up in storage.  Default: 256 tokens."""
+
+    prefetch_policy: PrefetchPolicy = "timeout"
+    """When a fetch ends early.  'best_effort': as soon as the request could run.  'wait_complete': never.  'timeout':
+    after the time below.  What has arrived counts.  Default: 'timeout'."""
+
+    prefetch_timeout_base_s: float = 1.0
+    """Constant part of the timeout, from submission.  Default: 1 s."""
+
+    prefetch_timeout_per_ki_token_s: float = 0.25
+    """Part of the timeout per 1,024 tokens asked for.  Default: 0.25 s."""
+
+    prefetch_timeout_max_s: float = 30.0
+    """The timeout is never longer.  Default: 30 s."""
+
+    read_concurrency: int = 4
+    """Batches read at once.  Default: 4."""
+
+    write_concurrency: int = 2
+    """Batches written at once.  Default: 2."""
+
+    verify: Verify = "always"
+    """'always': each page that was read is compared with the checksum in its header before it can be used.  Default:
+    'always'."""
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            text("storage.url", self.url, fix="use e.g. 'memory://demo' or 'file:///var/cache/kv'")
+            scheme, separator, _ = self.url.partition("://")
+            if not separator or not scheme:
+                raise ConfigError(
+                    "storage.url",
+                    self.url,
+                    "not a URL: it has no scheme",
+                    allowed="scheme://rest, e.g. 'memory://demo', 'file:///var/cache/kv'",
+                    fix=f"for a folder write 'file://{os.path.abspath(self.url)}'",
+                )
+        whole("storage.prefetch_threshold_tokens", self.prefetch_threshold_tokens, "tokens", least=0)
+        choice("storage.prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
+        not_negative("storage.prefetch_timeout_base_s", self.prefetch_timeout_base_s, "seconds")
+        not_negative("storage.prefetch_timeout_per_ki_token_s", self.prefetch_timeout_per_ki_token_s, "seconds")
+        positive("storage.prefetch_timeout_max_s", self.prefetch_timeout_max_s, "seconds")
+        if self.prefetch_timeout_max_s < self.prefetch_timeout_base_s:
+            raise ConfigError(
+                "storage.prefetch_timeout_max_s",
+                self.prefetch_timeout_max_s,
+                f"shorter than prefetch_timeout_base_s = {self.prefetch_timeout_base_s!r}",
+                allowed="prefetch_timeout_base_s or more, in seconds",
+                fix="raise the maximum or lower the base",
+            )
+        count("storage.read_concurrency", self.read_concurrency, "batches")
+        count("storage.write_concurrency", self.write_concurrency, "batches")
+        choice("storage.verify", self.verify, VERIFY_MODES)
+
+    def prefetch_timeout_s(self, n_tokens: int) -> float | None:
+        """How long a fetch of ``n_tokens`` may take from its submission; None: the policy sets no time."""
+        if self.prefetch_policy != "timeout":
+            return None
+        wanted_s = self.prefetch_timeout_base_s + self.prefetch_timeout_per_ki_token_s * n_tokens / 1024
+        return min(wanted_s, self.prefetch_timeout_max_s)
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a copy may take, counted from the moment its events have fired.  Then it ends with what it has."""
+
+    load_s: float = 5.0
+    """Host to device.  Default: 5 s."""
+
+    write_back_s: float = 10.0
+    """Device to host.  Default: 10 s."""
+
+    backup_s: float = 30.0
+    """Host to storage.  Default: 30 s."""
+
+    def __post_init__(self) -> None:
+        positive("deadlines.load_s", self.load_s, "seconds")
+        positive("deadlines.write_back_s", self.write_back_s, "seconds")
+        positive("deadlines.backup_s", self.backup_s, "seconds")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one cache.  Raises `ConfigError` when made of parts that do not fit together."""
+
+    model: ModelFacts = ModelFacts()
+    """Facts that decide with whom stored pages are shared."""
+
+    shape: ShapeConfig | None = None
+    """Shape of the KV that the cache shall make tensors for.  Default: the given KV tensors describe themselves."""
+
+    page_size: int = 64
+    """Tokens in a page, the unit of reuse.  Default: 64 tokens."""
+
+    device: DeviceConfig = DeviceConfig()
+    """L1."""
+
+    host: HostConfig = HostConfig()
+    """L2."""
+
+    storage: StorageConfig = StorageConfig()
+    """L3."""
+
+    write_policy: WritePolicy = "write_through"
+    """When a computed page goes to the host and on to storage.  'write_through': at once.  Default:
+    'write_through'."""
+
+    eviction: Eviction = "lru"
+    """Who leaves first when a pool is full.  'lru': who was leased or committed longest ago.  Default: 'lru'."""
+
+    deadlines: Deadlines = Deadlines()
+    """Limits of copy jobs."""
+
+    close_timeout_s: float = 5.0
+    """Time for each stage of closing.  What has not ended then is left, its memory kept mapped, and named.  Default: 5
+    s."""
+
+    def __post_init__(self) -> None:
+        for name, part in _PARTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, part) and not (name == "shape" and value is None):
+                raise ConfigError(
+                    name,
+                    value,
+                    f"not a {part.__name__}",
+                    allowed=f"a {part.__name__}",
+                    fix=f"write {name}={part.__name__}(...), or use Config.from_dict for a mapping",
+                )
+        count("page_size", self.page_size, "tokens")
+        choice("write_policy", self.write_policy, WRITE_POLICIES)
+        choice("eviction", self.eviction, EVICTIONS)
+        positive("close_timeout_s", self.close_timeout_s, "seconds")
+        if self.storage.url is not None:
+            self._check_storage()
+
+    def _check_storage(self) -> None:
+        for name in ("model_id", "weights"):
+            if getattr(self.model, name) is None:
+                raise ConfigError(
+                    f"model.{name}",
+                    None,
+                    "missing, but storage is used: bytes of different models must never be mixed",
+                    allowed="a non-empty text",
+                    fix=f"set model.{name}, or leave storage.url out",
+                )
+        if self.host.header_bytes == 0:
+            raise ConfigError(
+                "host.header_bytes",
+                0,
+                "no room for the checksum, but storage is used with verify = 'always'",
+                allowed="4096 with storage",
+                fix="leave header_bytes at 4096",
+            )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Make a configuration from nested mappings; an unknown key is refused, and the closest known one is named."""
+        config = _build(cls, data, "")
+        assert isinstance(config, cls)
+        return config
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a ``.toml`` or ``.json`` file.  Raises `ConfigError`, also for a file that cannot be read."""
+        file = Path(path)
+        if file.suffix not in (".toml", ".json"):
+            raise ConfigError(
+                "file", str(file), "unknown kind of file", allowed=(".toml", ".json"), fix="rename the file"
+            )
+        try:
+            text = file.read_text(encoding="utf-8")
+            data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "file", str(file), f"cannot be read: {error}", fix="correct the path or the syntax"
+            ) from error
+        return cls.from_dict(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain mappings, lists, texts and numbers; `from_dict` makes an equal configuration of it."""
+        data = msgspec.to_builtins(self)
+        assert isinstance(data, dict)
+        return data
+
+
+_PARTS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "model": ModelFacts,
+    "shape": ShapeConfig,
+    "device": DeviceConfig,
+    "host": HostConfig,
+    "storage": StorageConfig,
+    "deadlines": Deadlines,
+}
+
+
+def _build(struct: type[msgspec.Struct], data: object, prefix: str) -> msgspec.Struct:
+    known = struct.__struct_fields__
+    where = prefix.rstrip(".") or "configuration"
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            where, data, "not a mapping", allowed=f"a mapping with the keys {', '.join(known)}", fix="use a table"
+        )
+    for key, value in data.items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+            fix = f"did you mean {prefix + close[0]!r}?" if close else f"remove {prefix}{key}"
+            raise ConfigError(f"{prefix}{key}", value, "unknown setting", allowed=known, fix=fix)
+    for field in msgspec.structs.fields(struct):
+        if field.required and field.name not in data:
+            name = prefix + field.name
+            raise ConfigError(name, None, "missing", allowed="a value; it has no default", fix=f"set {name}")
+    values: dict[str, object] = {}
+    for name, value in data.items():
+        part = _PARTS.get(name) if not prefix else None
+        values[name] = value if part is None or (name == "shape" and value is None) else _build(part, value, f"{name}.")
+    return struct(**values)
