@@ -1,0 +1,173 @@
+"""What both drivers share: owner thread, inbox, effects, and the way into degraded mode."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Final, Protocol, TypeAlias
+
+from hicache_actors.core.words import (
+    Effect,
+    Forget,
+    StartBackup,
+    StartDrain,
+    StartLoad,
+    StartPrefetch,
+    StartWriteBack,
+)
+from hicache_actors.errors import HiCacheError, UsageError
+from hicache_actors.ranks.board import Board, Value, WireMap
+from hicache_actors.ranks.round import Agreed
+
+Intent: TypeAlias = Callable[[Any], None]
+"""Called with Core inside a section; it must not raise."""
+
+_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain)
+
+
+class Replica(Protocol):
+    """What a driver needs of Core."""
+
+    @property
+    def needs_step(self) -> bool: ...
+
+    @property
+    def next_due_ms(self) -> int | None: ...
+
+    @property
+    def degraded(self) -> bool: ...
+
+    @property
+    def log_digest(self) -> int: ...
+
+    def apply(
+        self,
+        now_ms: int,
+        values: Iterable[Value],
+        released: Iterable[int],
+        intents: Iterable[Intent] = (),
+        alive: bool = True,
+    ) -> None: ...
+
+    def take_effects(self) -> list[Effect]: ...
+
+    def wire(self) -> WireMap: ...
+
+    def degrade(self) -> None: ...
+
+
+class _Section:
+    """``with driver.section(): core.verb()``; kept by its driver, so entering makes no object."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._driver._enter()
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        # An error that names a wrong call has changed nothing; any other exception may have left Core half-way.
+        self._driver._leave(exc if isinstance(exc, Exception) and not isinstance(exc, HiCacheError) else None)
+
+
+class Driver(abc.ABC):
+    """What both drivers share: owner thread, inbox, effects, and the way into degraded mode."""
+
+    def __init__(
+        self,
+        core: Replica,
+        board: Board,
+        clock_ms: Callable[[], int],
+        execute: Callable[[list[Effect]], None],
+        on_failure: Callable[[BaseException], None] | None,
+    ) -> None:
+        self.core, self.board = core, board
+        self.failure: BaseException | None = None  #: why this rank is no longer alive, or has left its group
+        self._clock_ms, self._execute, self._on_failure = clock_ms, execute, on_failure
+        self._inbox: deque[Intent] = deque()
+        self._section = _Section(self)
+        self._open = False
+        self._owner: int | None = None
+
+    def section(self) -> _Section:
+        """A context in which Core may be changed.
+
+        Raises UsageError on a foreign thread (and, in step mode, outside a step).  An exception of a verb passes
+        through; if it is not one of ours, Core may be half-way and is degraded at once.
+        """
+        return self._section
+
+    def check_owner(self) -> None:
+        """For reads of Core (`match`, results): raises UsageError on a thread that does not own Core."""
+        if self._owner is not None and threading.get_ident() != self._owner:
+            raise UsageError("this call belongs on the thread that owns the cache's decisions")
+
+    @property
+    def alive(self) -> bool:
+        return self.failure is None
+
+    @property
+    @abc.abstractmethod
+    def needs_step(self) -> bool:
+        """Whether the engine has to make steps, empty ones too, for open work to end."""
+
+    @abc.abstractmethod
+    def defer(self, release: Intent) -> None:
+        """Owner thread: run a release or a stop, now if it may be, else in the next section."""
+
+    @abc.abstractmethod
+    def post(self, intent: Intent) -> None:
+        """Any thread: the next apply runs the intent."""
+
+    @abc.abstractmethod
+    def fail(self, exc: BaseException) -> None:
+        """Any thread: this rank's movers are dead; its next answer says so and the cache degrades with it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Nothing is applied any more."""
+
+    @abc.abstractmethod
+    def _enter(self) -> None: ...
+
+    @abc.abstractmethod
+    def _leave(self, broken: Exception | None) -> None: ...
+
+    def _fail(self, exc: BaseException) -> None:
+        if self.failure is None:
+            self.failure = exc
+            if self._on_failure is not None:
+                self._on_failure(exc)
+
+    def _break(self, exc: Exception) -> None:
+        """Core itself has failed: nothing it holds can be trusted, so it is degraded in this very section."""
+        self._fail(exc)
+        self.core.degrade()
+
+    def _apply(self, agreed: Agreed, queued: Iterable[Intent] = ()) -> None:
+        intents = [*queued]
+        while self._inbox:
+            intents.append(self._inbox.popleft())
+        try:
+            self.core.apply(agreed.now_ms, agreed.values, agreed.released, intents, agreed.alive)
+        except Exception as exc:
+            self._break(exc)
+
+    def _take_effects(self) -> list[Effect]:
+        """-> what is left for the system; the board learns first which jobs may answer."""
+        try:
+            effects = self.core.take_effects()
+        except Exception as exc:
+            self._break(exc)
+            effects = self.core.take_effects()
+        for effect in effects:
+            if isinstance(effect, _STARTS):
+                self.board.open(effect.job)
+            elif isinstance(effect, Forget):
+                self.board.forget(effect.job)
+        return effects

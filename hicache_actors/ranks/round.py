@@ -1,0 +1,124 @@
+"""One round of agreement: a fixed vector, reduced with MIN, and the map it was issued with."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from hicache_actors.core.words import Phase, encode_result
+from hicache_actors.errors import PeerError
+from hicache_actors.ranks.board import Board, Value, WireMap
+
+PROTOCOL_VERSION: Final = 1
+NOT_YET: Final = -1
+
+_DIGEST_MASK: Final = (1 << 63) - 1  # so that the negative fits into an int64 too
+
+
+class Round(NamedTuple):
+    """One round as this rank issued it.  ``wire`` stays here: the map may have moved when the result comes back."""
+
+    wire: WireMap
+    vector: array[int]
+    has_news: bool  #: this rank sends an answer in it
+
+
+class Agreed(NamedTuple):
+    """A reduced vector, read with the map of the round it answers."""
+
+    now_ms: int
+    alive: bool
+    values: list[Value]
+    released: list[int]
+
+
+class RoundVector:
+    """The fixed int64 vector of one round, made to be reduced with MIN, element by element.
+
+    ``now_ms, alive, version, -version, digest, -digest``, then one value per slot (-1: not yet), then one *element*
+    (0 or 1) per row.  Elements are never packed into bits: the MIN of two masks is not their AND.  A pair x, -x is the
+    same on all ranks exactly if the two minima still cancel.
+    """
+
+    HEADER: Final = 6
+
+    def __init__(self, slots: int = 64, rows: int = 64, version: int = PROTOCOL_VERSION) -> None:
+        self.slots, self.rows, self.version = slots, rows, version
+        self._blank = array("q", [0] * self.HEADER + [NOT_YET] * slots + [0] * rows).tobytes()
+
+    def __len__(self) -> int:
+        return self.HEADER + self.slots + self.rows
+
+    def encode(self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True) -> Round:
+        """This rank's vector.  A rank that is not alive answers 0 for all open work, so that no peer waits for it."""
+        vector = array("q", self._blank)
+        digest &= _DIGEST_MASK
+        vector[: self.HEADER] = array("q", (now_ms, alive, self.version, -self.version, digest, -digest))
+        values, released = board.answers(wire)
+        if alive:
+            answers = {(job, phase): value for job, phase, value in values}
+            for at, entry in enumerate(wire.slots, self.HEADER):
+                vector[at] = answers.get(entry, NOT_YET)
+        else:
+            for at, (_, phase) in enumerate(wire.slots, self.HEADER):
+                vector[at] = 0 if phase is Phase.HIT else encode_result(0)
+        if released:
+            ended = set(released)
+            for at, job in enumerate(wire.rows, self.HEADER + self.slots):
+                vector[at] = job in ended
+        return Round(wire, vector, bool(values or released or not alive))
+
+    @staticmethod
+    def reduce_min(vectors: Sequence[Sequence[int]]) -> array[int]:
+        """The reduction, in memory.  Raises PeerError if the ranks disagree on the shape of a round."""
+        if len({len(vector) for vector in vectors}) != 1:
+            raise PeerError(f"rounds of different lengths: {[len(vector) for vector in vectors]}")
+        return array("q", map(min, zip(*vectors, strict=True)))
+
+    def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
+        """Read the reduced vector of a round that this rank sent.
+
+        Raises PeerError if a rank speaks another protocol version or has taken other decisions (a dead rank is told by
+        ``alive``, not by this: what it decided no longer matters).
+        """
+        if len(reduced) != len(self):
+            raise PeerError(f"a round of {len(reduced)} elements, not {len(self)}")
+        now_ms, alive, version, minus_version, digest, minus_digest = reduced[: self.HEADER]
+        if version != -minus_version:
+            raise PeerError(f"protocol versions {version} and {-minus_version} in one group")
+        if alive and check_digest and digest != -minus_digest:
+            raise PeerError(f"the ranks have diverged: decision logs {digest:#x} and {-minus_digest:#x}")
+        wire, first_row = sent.wire, self.HEADER + self.slots
+        values = [
+            (job, phase, value)
+            for (job, phase), value in zip(wire.slots, reduced[self.HEADER : first_row], strict=False)
+            if value > NOT_YET
+        ]
+        released = [job for job, ended in zip(wire.rows, reduced[first_row:], strict=False) if ended == 1]
+        return Agreed(now_ms, bool(alive), values, released)
+
+
+class Pending(Protocol):
+    """A round under way."""
+
+    def result(self, timeout_s: float) -> Sequence[int]:
+        """The reduced vector; blocks the calling thread.  Raises PeerError or TimeoutError if a peer did not answer."""
+        ...
+
+
+Exchange: TypeAlias = Callable[[Round], Pending]
+
+
+class Reduced(NamedTuple):
+    """A round that is complete."""
+
+    vector: Sequence[int]
+
+    def result(self, timeout_s: float) -> Sequence[int]:
+        return self.vector
+
+
+def exchange_alone(sent: Round) -> Pending:
+    """The exchange of a group of one."""
+    return Reduced(sent.vector)

@@ -1,0 +1,160 @@
+"""The step driver: ranks agree once per engine step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from hicache_actors.core.words import Effect
+from hicache_actors.errors import PeerError, UsageError
+from hicache_actors.ranks.board import Board
+from hicache_actors.ranks.driver import Driver, Intent, Replica
+from hicache_actors.ranks.round import Agreed, Exchange, Pending, Round, RoundVector, exchange_alone
+
+PACE_S: Final = 0.005  #: an empty step waits at most this long for local news
+
+
+class StepDriver(Driver):
+    """Sections that stay open from `begin_step` to `end_step`; ranks agree once per step.
+
+    The owner is the thread that calls `begin_step`.  Outside the section it may `defer` a release or a stop; every
+    other change raises UsageError.  Nothing here waits for the event loop.
+
+    ``execute(effects)`` is called once per section that has any, on the owner thread.  ``exchange`` issues a round and
+    returns at once; at most ``lag`` rounds are under way, in order.  ``on_failure`` hears once of the failure that
+    ended agreement.
+    """
+
+    def __init__(
+        self,
+        core: Replica,
+        board: Board,
+        clock_ms: Callable[[], int],
+        execute: Callable[[list[Effect]], None],
+        exchange: Exchange = exchange_alone,
+        *,
+        lag: int = 1,
+        vector: RoundVector | None = None,
+        wait_news: Callable[[float], object] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        super().__init__(core, board, clock_ms, execute, on_failure)
+        self.lag = lag
+        self.steps = self.rounds = 0
+        self._vector = vector or RoundVector()
+        self._exchange = exchange
+        self._wait_news = wait_news or board.wait_news
+        self._under_way: deque[tuple[Round, Pending] | None] = deque()
+        self._queued: list[Intent] = []
+        self._idle = False  # the last section changed nothing
+        self._peers_lost = False
+
+    @property
+    def needs_step(self) -> bool:
+        """Replicated: while it is true an engine makes (empty) steps."""
+        return self.core.needs_step and not self._peers_lost
+
+    @property
+    def pace_s(self) -> float:
+        """How long the next `begin_step` would wait for local news; only time depends on it."""
+        if not self._idle or not self.needs_step or self._queued or self._inbox:
+            return 0.0
+        if any(entry is not None and entry[0].has_news for entry in self._under_way):
+            return 0.0
+        return PACE_S
+
+    def begin_step(self, timeout_s: float = 5.0, *, pace: bool = True) -> None:
+        """Open the section of a step: wait for the round of step s - lag, then apply it, queued releases, and intents.
+
+        A peer that does not answer within ``timeout_s``, speaks another version or has diverged degrades this rank: the
+        PeerError is kept in ``failure`` and told to ``on_failure``, the engine lives.  Pass ``pace=False`` if the
+        caller has waited `pace_s` for news itself.  Raises UsageError if a step is open.
+        """
+        if self._open:
+            raise UsageError("begin_step: the previous step is still open; call end_step first")
+        if pace and (pace_s := self.pace_s):
+            self._wait_news(pace_s)
+        agreed = self._agreed(timeout_s)
+        self._owner = threading.get_ident()
+        self._open = True
+        self.steps += 1
+        queued, self._queued = self._queued, []
+        self._idle = not queued and not self._inbox
+        self._apply(agreed, queued)
+
+    def end_step(self) -> None:
+        """Close the section: issue the round, if one is due, and hand the effects over.
+
+        Raises UsageError without an open step.
+        """
+        self.check_owner()
+        if not self._open:
+            raise UsageError("end_step without begin_step")
+        effects = self._take_effects()
+        self._open = False
+        self._under_way.append(self._issue() if self.needs_step else None)
+        if effects:
+            self._execute(effects)
+
+    def defer(self, release: Intent) -> None:
+        """Owner thread: run a release or a stop now if the section is open, else in the next `begin_step`."""
+        self.check_owner()
+        if self._open:
+            with self._section:
+                release(self.core)
+        else:
+            self._queued.append(release)
+
+    def post(self, intent: Intent) -> None:
+        """Any thread, one rank (or the leader's intake): the next `begin_step` runs it, after the queued releases."""
+        self._inbox.append(intent)
+        self.board.tell()
+
+    def fail(self, exc: BaseException) -> None:
+        """Any thread: this rank's movers are dead.  Its next round says so; all ranks degrade in the apply of it."""
+        self._fail(exc)
+
+    def close(self) -> None:
+        """Rounds under way end by themselves; their results are not applied."""
+        self._under_way.clear()
+
+    def _enter(self) -> None:
+        self.check_owner()
+        if not self._open:
+            raise UsageError("this call changes the cache: it belongs between begin_step and end_step")
+        self._idle = False
+
+    def _leave(self, broken: Exception | None) -> None:
+        if broken is not None:
+            self._break(broken)
+
+    def _agreed(self, timeout_s: float) -> Agreed:
+        """The oldest round, once ``lag`` steps old; without one the clock stands still."""
+        entry = self._under_way.popleft() if len(self._under_way) >= self.lag else None
+        if entry is None or self._peers_lost:
+            return Agreed(0, not self._peers_lost, [], [])
+        sent, pending = entry
+        try:
+            return self._vector.decode(sent, pending.result(timeout_s), check_digest=not self.core.degraded)
+        except (PeerError, TimeoutError) as exc:
+            return self._lose_peers(exc)
+
+    def _lose_peers(self, exc: Exception) -> Agreed:
+        self._peers_lost = True
+        self._under_way.clear()
+        self._fail(exc)
+        return Agreed(0, False, [], [])
+
+    def _issue(self) -> tuple[Round, Pending] | None:
+        self.board.read_news()
+        now_ms = self._clock_ms()
+        sent = self._vector.encode(self.core.wire(), self.board, now_ms, self.core.log_digest, alive=self.alive)
+        self.rounds += 1
+        try:
+            return sent, self._exchange(sent)
+        except PeerError as exc:
+            # Core is in no section now: the next begin_step applies alive = 0.
+            self._lose_peers(exc)
+            return None
