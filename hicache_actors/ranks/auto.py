@@ -54,6 +54,12 @@ class AutoDriver(Driver):
             with self._section:
                 release(self.core)
 
+    def catch_up(self) -> None:
+        """Loop thread: apply now what the next turn would apply."""
+        self.check_owner()
+        if not self._open:
+            self._turn()
+
     def post(self, intent: Intent) -> None:
         """Any thread: the next apply runs it."""
         self._inbox.append(intent)
@@ -91,10 +97,13 @@ class AutoDriver(Driver):
             if self._scheduled or self._closed:
                 return
             self._scheduled = True
-        self._schedule(self._turn)
+        self._schedule(self._scheduled_turn)
+
+    def _scheduled_turn(self) -> None:
+        self._scheduled = False
+        self._turn()
 
     def _turn(self) -> None:
-        self._scheduled = False
         if self._closed:
             return
         now_ms, due_ms = self._clock_ms(), self.core.next_due_ms

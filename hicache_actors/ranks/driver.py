@@ -121,6 +121,10 @@ class Driver(abc.ABC):
         """Owner thread: run a release or a stop, now if it may be, else in the next section."""
 
     @abc.abstractmethod
+    def catch_up(self) -> None:
+        """Owner thread: apply what waits, where this driver may do so between its turns."""
+
+    @abc.abstractmethod
     def post(self, intent: Intent) -> None:
         """Any thread: the next apply runs the intent."""
 
