@@ -1,1 +1,111 @@
-"""hicache_actors: an asyncio-native actor framework for tiered LLM KV caches."""
+"""An asyncio-native actor framework for tiered LLM KV caches: device, host and storage.
+
+The public names below are loaded on first use: importing this package, or `hicache_actors.core`, `.keys`, `.runtime`,
+`.config` or `.backends`, does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from hicache_actors.api import HiCache
+    from hicache_actors.config import (
+        Config,
+        Deadlines,
+        DeviceConfig,
+        HostConfig,
+        ModelFacts,
+        ShapeConfig,
+        StorageConfig,
+    )
+    from hicache_actors.core.words import Account, Committed, LoadResult, Match, Shortfall
+    from hicache_actors.errors import (
+        BackendError,
+        ConfigError,
+        HiCacheError,
+        MailboxFull,
+        MissingExtraError,
+        PeerError,
+        StoppedError,
+        TransferError,
+        UsageError,
+    )
+    from hicache_actors.handles import Lease, Load, Prefetch
+    from hicache_actors.keys.prompt import Prompt
+    from hicache_actors.keys.scope import Scope
+    from hicache_actors.memory.kv import KVTensors
+    from hicache_actors.memory.shapes import KVShape
+    from hicache_actors.observer import BatchEnd, CommitEnd
+
+_HOMES: Final = {
+    "api": ("HiCache",),
+    "config": ("Config", "Deadlines", "DeviceConfig", "HostConfig", "ModelFacts", "ShapeConfig", "StorageConfig"),
+    "core.words": ("Account", "Committed", "LoadResult", "Match", "Shortfall"),
+    "errors": (
+        "BackendError",
+        "ConfigError",
+        "HiCacheError",
+        "MailboxFull",
+        "MissingExtraError",
+        "PeerError",
+        "StoppedError",
+        "TransferError",
+        "UsageError",
+    ),
+    "handles": ("Lease", "Load", "Prefetch"),
+    "keys.prompt": ("Prompt",),
+    "keys.scope": ("Scope",),
+    "memory.kv": ("KVTensors",),
+    "memory.shapes": ("KVShape",),
+    "observer": ("BatchEnd", "CommitEnd"),
+}
+_HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Account",
+    "BackendError",
+    "BatchEnd",
+    "CommitEnd",
+    "Committed",
+    "Config",
+    "ConfigError",
+    "Deadlines",
+    "DeviceConfig",
+    "HiCache",
+    "HiCacheError",
+    "HostConfig",
+    "KVShape",
+    "KVTensors",
+    "Lease",
+    "Load",
+    "LoadResult",
+    "MailboxFull",
+    "Match",
+    "MissingExtraError",
+    "ModelFacts",
+    "PeerError",
+    "Prefetch",
+    "Prompt",
+    "Scope",
+    "ShapeConfig",
+    "Shortfall",
+    "StoppedError",
+    "StorageConfig",
+    "TransferError",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

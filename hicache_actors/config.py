@@ -1,8 +1,8 @@
 """Settings of a cache: frozen structs that are checked once, when they are made.
 
 What was asked for is done or refused, never rewritten: a value that cannot be honoured raises `ConfigError`, which
-names the field, the value, what is allowed and the fix.  ``None`` means "not asked for"; the field's text says what is done
-then.  The structs can be made in Python, from a mapping (`Config.from_dict`) or from a TOML or JSON file
+names the field, the value, what is allowed and the fix.  ``None`` means "not asked for"; the field's text says what is
+done then.  The structs can be made in Python, from a mapping (`Config.from_dict`) or from a TOML or JSON file
 (`Config.load`).
 
 Nothing here imports torch or the rest of the package, so a frontend can check a configuration before it owns a GPU.

