@@ -1,0 +1,131 @@
+"""Host memory: one anonymous mapping cut into slots, seen as memoryviews by storage and as tensors by copies."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from hicache_actors.errors import ConfigError, StoppedError
+from hicache_actors.memory.kv import Raw, raw_view, torch_dtype
+from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.shapes import KVShape
+
+_KEPT: list[mmap.mmap] = []
+"""Mappings that were closed while somebody might still touch them: mapped until the process ends."""
+
+
+class HostMemory:
+    """``slots`` page slots of one layout.  Any thread may read and write slots that it owns; `close` belongs to one.
+
+    Views never outlive the memory: each keeps the mapping alive, so a late write of a hung thread hits its old slot, never a
+    stranger's memory.
+    """
+
+    def __init__(self, layout: SlotLayout, slots: int) -> None:
+        if slots < 1:
+            raise ConfigError("host.pages", slots, "is not a count", allowed="integers >= 1")
+        self.layout = layout
+        self.slots = slots
+        try:
+            mapping = mmap.mmap(-1, slots * layout.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                "host.pages",
+                slots,
+                f"{layout.describe(slots)} could not be mapped: {error}",
+                fix="lower host.pages or host.size_gb",
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Advice only: fewer page faults at first touch.  Kernels without huge pages refuse it.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping: mmap.mmap | None = mapping
+        self._bytes: memoryview | None = memoryview(mapping)
+        self._layers, self._raw = _views(mapping, layout, slots)
+
+    @property
+    def shape(self) -> KVShape:
+        return self.layout.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.layout.slot_bytes
+
+    def object(self, slot: int) -> memoryview:
+        """Header and payload of a slot, writable.  Raises IndexError, and `StoppedError` after `close`."""
+        return self._run(slot, 0)
+
+    def header(self, slot: int) -> memoryview:
+        """The header of a slot, writable; empty for raw objects."""
+        return self._run(slot, 0)[: self.layout.header_bytes]
+
+    def payload(self, slot: int) -> memoryview:
+        """The payload of a slot, writable."""
+        return self._run(slot, self.layout.header_bytes)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """(K, V), or (latent,): strided views [slots, page_size, heads, head_dim] of all slots."""
+        if not self._layers:
+            raise StoppedError("the host memory is closed")
+        return self._layers[layer]
+
+    def raw(self, layer: int) -> tuple[Raw, ...]:
+        """`layer` as integers, for copies."""
+        if not self._raw:
+            raise StoppedError("the host memory is closed")
+        return self._raw[layer]
+
+    def close(self, *, keep_mapped: bool = False) -> bool:
+        """Let go of the memory -> whether it is unmapped now.  Idempotent.
+
+        ``keep_mapped``: a device or a store may still touch it by address; it then stays mapped to the end of the process, and
+        `mapped` counts it.  Without it, views that somebody still holds keep it mapped until they are gone.
+        """
+        mapping, self._mapping = self._mapping, None
+        self._bytes, self._layers, self._raw = None, (), ()
+        if mapping is None:
+            return True
+        if keep_mapped:
+            _KEPT.append(mapping)
+            return False
+        gone = weakref.ref(mapping)
+        del mapping
+        return gone() is None
+
+    @staticmethod
+    def mapped() -> Mapping[str, int]:
+        """Mappings of this process that `close` had to leave in place: how many, and their bytes."""
+        return {"kept_mappings": len(_KEPT), "kept_bytes": sum(len(mapping) for mapping in _KEPT)}
+
+    def describe(self) -> str:
+        return self.layout.describe(self.slots)
+
+    def _run(self, slot: int, skip_bytes: int) -> memoryview:
+        if self._bytes is None:
+            raise StoppedError("the host memory is closed")
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        start = slot * self.layout.slot_bytes
+        return self._bytes[start + skip_bytes : start + self.layout.object_bytes]
+
+
+def _views(
+    mapping: mmap.mmap, layout: SlotLayout, slots: int
+) -> tuple[tuple[tuple[torch.Tensor, ...], ...], tuple[tuple[Raw, ...], ...]]:
+    shape, strides = layout.shape, layout.strides()
+    size = (slots, shape.page_size, shape.heads, shape.head_dim)
+    steps = (layout.slot_bytes // shape.item_bytes, strides["t"], strides["h"], strides["d"])
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(mapping, dtype=torch.uint8).view(torch_dtype(shape.dtype))
+        first = layout.header_bytes // shape.item_bytes
+        layers = tuple(
+            tuple(
+                flat.as_strided(size, steps, first + kv * strides["k"] + layer * strides["l"]) for kv in range(shape.kv)
+            )
+            for layer in range(shape.layers)
+        )
+        return layers, tuple(tuple(raw_view(tensor) for tensor in tensors) for tensors in layers)
