@@ -6,7 +6,8 @@ payload, see `hicache_actors.backends.objects`); a backend never looks inside.
 
 Every method is a coroutine on the cache's event loop and must not block it: blocking calls go through `Workers.run`.  Methods
 run concurrently.  Buffers belong to the cache and stay valid until the call has *ended* (returned or raised), however long
-that takes: nobody frees them earlier.  Foreign exceptions are translated to `BackendError` at this border (`map_errors`).
+that takes: nobody frees them earlier, and the cache never cancels a call, since a thread that fills a buffer would not stop.
+Foreign exceptions are translated to `BackendError` at this border (`map_errors`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hicache_actors.errors import BackendError
+
+if TYPE_CHECKING:
+    from hicache_actors.runtime.workers import Workers
 
 
 class Stored(enum.IntEnum):
@@ -31,7 +35,7 @@ class Stored(enum.IntEnum):
 class Backend(ABC):
     """One store, opened once, used by one cache."""
 
-    scope: ClassVar[Literal["instance", "host", "cluster"]] = "instance"
+    scope: Literal["instance", "host", "cluster"] = "instance"
     """Who can see what is written here: this process only, processes of this host, or the cluster."""
 
     async def open(self) -> None:
@@ -70,7 +74,8 @@ class Backend(ABC):
 
     async def keys(self) -> AsyncIterator[str]:
         """The stored keys, in no order.  The default knows none."""
-        for key in ():
+        nothing: tuple[str, ...] = ()
+        for key in nothing:
             yield key
 
     def stats(self) -> Mapping[str, int | float | str]:
@@ -78,8 +83,9 @@ class Backend(ABC):
         return {}
 
 
-BackendFactory = Callable[[str], Backend]
-"""What a URL scheme registers (entry point group ``hicache_actors.backends``): takes the whole URL."""
+BackendFactory = Callable[[str, "Workers"], Backend]
+"""What a URL scheme registers (entry point group ``hicache_actors.backends``): takes the whole URL, and the threads that the
+cache lends for blocking calls.  A class whose constructor takes these two will do.  Raises `ConfigError` for a bad URL."""
 
 
 @contextmanager
