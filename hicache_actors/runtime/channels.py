@@ -1,0 +1,25 @@
+"""Bounded channels between the stages of a pipeline; items are batches.
+
+The upstream stage blocks when the channel is full.  Closing the sender lets the receiver finish what is queued and then ends its
+``async for`` (EndOfStream); a sender whose receiver is gone gets BrokenResourceError.  Both ends must be used inside tasks of the
+system: scope cancellation loses no item, a native ``task.cancel()`` of a waiting receiver may.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+T = TypeVar("T")
+
+Sender: TypeAlias = MemoryObjectSendStream[T]
+Receiver: TypeAlias = MemoryObjectReceiveStream[T]
+
+
+def channel(item: type[T], capacity_batches: int = 2) -> tuple[Sender[T], Receiver[T]]:
+    """A channel for batches of type ``item``.  Close both ends (``async with``, or `clone` one for each parallel worker)."""
+    if capacity_batches < 1:
+        raise ValueError(f"capacity_batches = {capacity_batches}: a stage needs room for at least one batch")
+    return anyio.create_memory_object_stream[item](capacity_batches)  # type: ignore[valid-type]
