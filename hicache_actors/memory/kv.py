@@ -64,7 +64,10 @@ class KVTensors:
 
     @classmethod
     def from_mla(cls, latents: Sequence[torch.Tensor] | torch.Tensor) -> KVTensors:
-        """The engine's own: one ``[pages, page_size, head_dim]`` a layer, or a stack ``[layers, ...]`` of them.  Raises `ConfigError`."""
+        """The engine's own: one ``[pages, page_size, head_dim]`` a layer, or a stack ``[layers, ...]`` of them.
+
+        Raises `ConfigError`.
+        """
         named = {f"kv.latents[{i}]": tensor for i, tensor in enumerate(latents)}
         if not named:
             raise ConfigError("kv", 0, "needs one tensor a layer", allowed="lengths >= 1")

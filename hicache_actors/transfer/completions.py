@@ -1,0 +1,174 @@
+"""Completions: something has finished.  Set from any thread, seen by threads, callbacks and coroutines.
+
+An engine event may be a `Completion` (every `Ticket` is one), a `threading.Event`, a `concurrent.futures.Future`, or anything
+with ``query() -> bool``, such as ``torch.cuda.Event``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol, runtime_checkable
+
+import structlog
+
+from hicache_actors.errors import TransferError, UsageError
+
+log = structlog.get_logger(__name__)
+
+POLL_S: Final = 0.001
+"""How often an event is asked that can do no more.  Never below 1 ms: asyncio rounds shorter sleeps up, uvloop down to a spin."""
+
+
+@runtime_checkable
+class Notifying(Protocol):
+    """An event that calls back: at once, on the caller's thread, if it has fired already."""
+
+    def add_callback(self, callback: Callable[[], None]) -> None: ...
+
+
+@runtime_checkable
+class Ending(Notifying, Protocol):
+    """The end of submitted work: a `Ticket`."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+
+@runtime_checkable
+class Queryable(Protocol):
+    def query(self) -> bool: ...
+
+
+class Completion:
+    """Finished once, with or without an error.  Every method may be called from any thread."""
+
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_waiter")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._waiter: threading.Event | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None before the end and after success."""
+        return self._error
+
+    def query(self) -> bool:
+        """Whether it has finished, well or badly."""
+        return self._done
+
+    def finish(self, error: BaseException | None = None) -> bool:
+        """End it and call the callbacks on this thread -> whether this call did.  Later calls change nothing."""
+        with self._lock:
+            if self._done:
+                return False
+            self._error, self._done = error, True
+            callbacks, self._callbacks = self._callbacks, []
+            if self._waiter is not None:
+                self._waiter.set()
+        for callback in callbacks:
+            _call(callback)
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block this thread until the end -> False on timeout.  Never on an event loop's thread."""
+        if self._done:
+            return True
+        with self._lock:
+            if self._done:
+                return True
+            if self._waiter is None:
+                self._waiter = threading.Event()
+            waiter = self._waiter
+        return waiter.wait(timeout_s)
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once at the end: on the finishing thread, or at once on this one if it has come already.
+
+        It must be short and must not block.  What it raises is logged: it must not stop the thread that finished.
+        """
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        _call(callback)
+
+
+def _call(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception("completion_callback_failed", callback=repr(callback))
+
+
+def has_fired(event: object) -> bool:
+    """Ask once.  Raises `UsageError` for what is no event, and whatever the event's own ``query`` raises."""
+    if isinstance(event, Queryable):
+        return event.query()
+    if isinstance(event, threading.Event):
+        return event.is_set()
+    if isinstance(event, concurrent.futures.Future):
+        return event.done()
+    raise UsageError(
+        f"{event!r} is no event: needs query() -> bool (torch.cuda.Event, a Ticket), threading.Event or concurrent.futures.Future"
+    )
+
+
+def notify(event: object, callback: Callable[[], None]) -> bool:
+    """Have ``callback`` called once when ``event`` has fired -> False if it cannot call back and must be polled.
+
+    The callback runs on whichever thread finishes the event, or at once on this one.
+    """
+    if isinstance(event, Notifying):
+        event.add_callback(callback)
+    elif isinstance(event, concurrent.futures.Future):
+        event.add_done_callback(lambda _: callback())
+    else:
+        return False
+    return True
+
+
+async def fired(event: object) -> BaseException | None:
+    """Wait on the loop until ``event`` has fired -> the error of a ticket that failed, else None.
+
+    Cancelling the wait touches neither the event nor the work behind it, nor anybody else who waits.  Events that cannot call
+    back are polled every millisecond.  Raises `UsageError` for what is no event, `TransferError` if asking it fails.
+    """
+    if not _ask(event):
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if notify(event, lambda: _post(loop, future)):
+            await future
+        else:
+            while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
+                await asyncio.sleep(POLL_S)
+    return event.error if isinstance(event, Ending) else None
+
+
+def _ask(event: object) -> bool:
+    try:
+        return has_fired(event)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise TransferError(f"asking {event!r} failed: {error}") from error
+
+
+def _post(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    try:
+        loop.call_soon_threadsafe(_resolve, future)
+    except RuntimeError:
+        # The loop was closed while the work ran on: nobody is left to be told.
+        if not loop.is_closed():
+            raise
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
