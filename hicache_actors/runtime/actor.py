@@ -11,7 +11,7 @@ import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -267,7 +267,7 @@ class Actor:
         if self._state == "running":
             self._box.put_control((Stop(), None))
 
-    def _no_handler(self, message: object) -> None:
+    def _no_handler(self, message: object) -> NoReturn:
         raise UsageError(f"{self.name} has no handler for {type(message).__name__}")
 
 

@@ -63,13 +63,21 @@ class Workers:
         """
         return self._submit(fn, args).future
 
-    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts, on_end: Callable[[], object] | None = None) -> T:
         """Wait for ``fn(*args)``; raises what it raises, and what `submit` raises.
 
         A caller that is cancelled leaves at once: a call that has not begun is dropped, one that has is lost until it returns.
-        Whatever memory ``fn`` touches must stay valid until then: who needs to know uses `submit`.
+        Whatever memory ``fn`` touches must stay valid until then: ``on_end`` is called exactly once, in any thread, when ``fn``
+        has returned or will never begin, also if it was refused.
         """
-        call = self._submit(fn, args)
+        try:
+            call = self._submit(fn, args)
+        except Exception:
+            if on_end is not None:
+                on_end()
+            raise
+        if on_end is not None:
+            call.future.add_done_callback(lambda _: on_end())
         try:
             await _ended(call.future)
         except BaseException:

@@ -12,12 +12,14 @@ import random
 import selectors
 import weakref
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from hicache_actors.errors import UsageError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _DEFER_PROBABILITY = 0.2
 
@@ -66,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._task_numbers[task] = self._tasks_made
         return task
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         raise UsageError("threads do not run in virtual time: use Workers, or a real loop")
 
     def _run_once(self) -> None:
@@ -113,7 +115,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         )
 
 
-def virtual(seed: int | None = None, *, defer: bool = True) -> tuple[str, dict[str, Any]]:
+def virtual_backend(seed: int | None = None, *, defer: bool = True) -> tuple[str, dict[str, Any]]:
     """A value for pytest's fixture ``anyio_backend``, and for ``anyio.run(main, backend=v[0], backend_options=v[1])``."""
     return "asyncio", {"loop_factory": partial(VirtualLoop, seed, defer=defer)}
 
