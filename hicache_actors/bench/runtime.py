@@ -70,7 +70,7 @@ async def _time_tells(adder: Adder) -> list[float]:
         started = perf_counter()
         for _ in range(TELLS_PER_BATCH):
             adder.tell(message)
-        while adder.total < expected:
+        while adder.total < expected:  # noqa: ASYNC110 - a turn of the loop is what is timed
             await asyncio.sleep(0)
         times_us.append((perf_counter() - started) / TELLS_PER_BATCH * 1e6)
     return sorted(times_us)
