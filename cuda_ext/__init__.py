@@ -1,0 +1,49 @@
+"""Devices: streams that copy KV pages between tensors and host memory.
+
+The protocol needs no torch; a device is imported when it is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from hicache_actors.cuda_ext.controls import Controls, Gate
+    from hicache_actors.cuda_ext.device import Device, Event, Stream, Ticket, Work
+    from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+
+__all__ = ["Controls", "Device", "Event", "Gate", "Stream", "Ticket", "TorchCpuDevice", "Work", "open_device"]
+
+_HOMES: Final = {
+    "Controls": "controls",
+    "Gate": "controls",
+    "Device": "device",
+    "Event": "device",
+    "Stream": "device",
+    "Ticket": "device",
+    "Work": "device",
+    "TorchCpuDevice": "torch_cpu",
+}
+
+
+def open_device(name: str = "cpu") -> Device:
+    """A device by the name that torch gives it.  Raises `ConfigError` for one that this build cannot drive."""
+    from hicache_actors.errors import ConfigError
+
+    if name == "cpu":
+        from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+
+        return TorchCpuDevice()
+    if name.partition(":")[0] == "cuda":
+        raise ConfigError(
+            "device", name, "this build drives no CUDA device", allowed=["cpu"], fix="keep the KV tensors on the CPU"
+        )
+    raise ConfigError("device", name, "unknown device", allowed=["cpu"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
