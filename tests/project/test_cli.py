@@ -1,0 +1,85 @@
+"""The `hicache` command: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from hicache_actors import cli
+from hicache_actors.errors import ConfigError, HiCacheError
+
+FIGURES = {"match_24k_us": 18.25, "match_24k_us_p999": 40.0, "match_24k_us_max": 55.5, "evict_272k_ms": 0.8}
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("small_suite")
+    module.run = lambda: dict(FIGURES)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "small_suite", module)
+    monkeypatch.setattr(cli, "SUITES", {"core": ("small_suite",)})
+    return module
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("hicache-actors ")
+    assert lines[1].startswith("python 3.")
+
+
+@pytest.mark.usefixtures("suite")
+def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "core", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == FIGURES
+    assert printed.err == ""
+
+
+@pytest.mark.usefixtures("suite")
+def test_the_table_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "core"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["p50", "p99.9", "max"],
+        ["match_24k_us", "18.25", "40.00", "55.50"],
+        ["evict_272k_ms", "0.80"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("page_size", 0, "too small"), 2), (HiCacheError("broken"), 1)]
+)
+def test_errors_are_one_line_and_a_code(
+    suite: ModuleType, capsys: pytest.CaptureFixture[str], error: HiCacheError, code: int
+) -> None:
+    def fail() -> dict[str, float]:
+        raise error
+
+    suite.run = fail  # type: ignore[attr-defined]
+    assert cli.main(["bench", "core", "--json"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"hicache: {error}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["bench", "disk"], ["nonsense"]])
+def test_wrong_use_is_code_2_and_says_what_is_right(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2
+    assert "usage: hicache" in capsys.readouterr().err
+
+
+def test_help_names_every_command_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    assert "hicache bench core --json" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    text = capsys.readouterr().out
+    for name in ("prompt_24k", "match_24k", "insert_24k", "evict_272k", "lease_32k", "tell", "ask", "hash_32k"):
+        assert name in text

@@ -1,0 +1,68 @@
+"""Documentation that can be wrong is compared with the code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+
+
+def _load(file: Path) -> ModuleType:
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CONFIGURATION = _load(ROOT / "docs" / "configuration_table.py")
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == CONFIGURATION.rewrite(page), "run: python docs/configuration_table.py"
+
+
+def test_the_table_of_defaults_in_the_readme_is_right() -> None:
+    section = README.split("## Defaults")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE))
+    known = {s.name: s.default for part in CONFIGURATION.settings().values() for s in part if s.default != "required"}
+    assert rows == known
+
+
+def test_every_setting_says_what_it_decides() -> None:
+    for part in CONFIGURATION.settings().values():
+        for setting in part:
+            assert setting.text
+            assert setting.default == "required" or "Default: " in setting.text, setting.name
+
+
+def test_the_map_of_folders_is_complete() -> None:
+    section = README.split("## Where things are")[1].split("\n## ")[0]
+    mapped = set(re.findall(r"^\| `([\w/]+)/` \|", section, flags=re.MULTILINE))
+    for folder in mapped:
+        assert (ROOT / folder).is_dir(), folder
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {p.replace(".", "/").replace("hicache_actors/backends", "backends") for p in packages}
+    assert {f.replace("hicache_actors/cuda_ext", "cuda_ext") for f in folders} <= mapped
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_make_help_names_the_commands_of_the_readme() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:.*## \S", makefile, flags=re.MULTILINE), target
