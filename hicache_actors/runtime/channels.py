@@ -18,8 +18,11 @@ Sender: TypeAlias = MemoryObjectSendStream[T]
 Receiver: TypeAlias = MemoryObjectReceiveStream[T]
 
 
-def channel(item: type[T], capacity_batches: int = 2) -> tuple[Sender[T], Receiver[T]]:
-    """A channel for batches of type ``item``.  Close both ends (``async with``, or `clone` one for each parallel worker)."""
+def channel(capacity_batches: int, item: type[T] | None = None) -> tuple[Sender[T], Receiver[T]]:
+    """A channel for batches; ``item`` only tells a type checker what they are.
+
+    Close both ends: ``async with``, or give each of several parallel workers a `clone` to close.
+    """
     if capacity_batches < 1:
         raise ValueError(f"capacity_batches = {capacity_batches}: a stage needs room for at least one batch")
-    return anyio.create_memory_object_stream[item](capacity_batches)  # type: ignore[valid-type]
+    return anyio.create_memory_object_stream[T](capacity_batches)

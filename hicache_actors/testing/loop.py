@@ -98,10 +98,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         handles = list(ready)
         places, tasks = [], []
         for place, handle in enumerate(handles):
-            number = self._task_numbers.get(getattr(handle._callback, "__self__", None))
-            if number is not None:
+            task = getattr(handle._callback, "__self__", None)
+            if isinstance(task, asyncio.Task):
                 places.append(place)
-                tasks.append((number, place, handle))
+                tasks.append((self._task_numbers.get(task, 0), place, handle))
         for place, (_, _, handle) in zip(places, sorted(tasks, key=lambda entry: entry[:2]), strict=True):
             handles[place] = handle
         return handles
