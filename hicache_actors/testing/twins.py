@@ -1,0 +1,314 @@
+"""Twin replicas: N Cores with real step drivers, fed the same engine calls, living in worlds that differ.
+
+    python -m hicache_actors.testing.twins --seed 17 --lag 2
+
+replays one seed.  Each rank has its own `SimWorld` (other delays, failures, hangs, other storage contents); rounds travel as
+the real vector, reduced with MIN in memory.  After each step the replicas must have equal ``state_digest()``, no world may
+have seen a wrong byte, and ``check()`` must hold; at the end every pool is whole and nothing is left on a board.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from hicache_actors.core import Core, CoreConfig
+from hicache_actors.core.words import TIER_NAMES, Effect, Wake
+from hicache_actors.errors import PeerError, TransferError
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.ranks import AutoDriver, Board, Pending, Round, RoundVector, StepDriver
+from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family_scope, family_tokens
+from hicache_actors.testing.world import Faults, SimWorld, page_keys
+
+MAX_WIND_DOWN_STEPS = 4000
+
+
+class TwinFailure(AssertionError):
+    """What a run has caught; ``kind`` is one of ``diverged``, ``wrong bytes``, ``leak``, ``stuck``."""
+
+    def __init__(self, kind: str, options: TwinOptions, step: int, detail: object) -> None:
+        super().__init__(f"{kind} at step {step}: {detail}\n  replay: {options.command()}")
+        self.kind, self.step, self.detail = kind, step, detail
+
+
+class TwinOptions(msgspec.Struct, frozen=True):
+    """One run.  Everything random comes from ``seed``."""
+
+    seed: int = 0
+    operations: int = 300
+    ranks: int = 2
+    lag: int = 1
+    page_size: int = 4
+    device_pages: int = 64
+    host_pages: int = 80
+    table_slots: int = 64
+    table_rows: int = 64
+    kill_step: int | None = None  #: after this step the last rank's movers are dead
+    check_every: int = 1  #: steps between two `check()`s
+    faults: Faults = Faults()
+
+    def command(self) -> str:
+        """The shell command that runs this again."""
+        changed = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name in _NUMBERS
+            if getattr(self, name) != getattr(_DEFAULTS, name) or name == "seed"
+        ]
+        return " ".join(["python -m hicache_actors.testing.twins", *changed])
+
+    def core_config(self) -> CoreConfig:
+        return CoreConfig(
+            page_size=self.page_size,
+            device_pages=self.device_pages,
+            host_pages=self.host_pages,
+            prefetch_threshold_tokens=2 * self.page_size,
+            retry_delays_s=(0.2, 0.4, 0.8),
+            table_slots=self.table_slots,
+            table_rows=self.table_rows,
+        )
+
+
+_DEFAULTS = TwinOptions()
+_NUMBERS = (
+    "seed",
+    "operations",
+    "ranks",
+    "lag",
+    "device_pages",
+    "host_pages",
+    "table_slots",
+    "table_rows",
+    "kill_step",
+)
+
+
+class Group:
+    """Rounds of N ranks that live in one thread, reduced in memory."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._rounds: list[list[Sequence[int]]] = []
+        self._issued = [0] * ranks
+
+    def exchange(self, rank: int) -> Callable[[Round], Pending]:
+        def issue(sent: Round) -> Pending:
+            at = self._issued[rank]
+            self._issued[rank] += 1
+            if at == len(self._rounds):
+                self._rounds.append([])
+            self._rounds[at].append(sent.vector)
+            return _GroupRound(self._rounds[at], self.ranks)
+
+        return issue
+
+
+class _GroupRound:
+    def __init__(self, vectors: list[Sequence[int]], ranks: int) -> None:
+        self.vectors, self.ranks = vectors, ranks
+
+    def result(self, timeout_s: float) -> Sequence[int]:
+        if len(self.vectors) < self.ranks:
+            raise PeerError("the ranks disagree on whether a round happens")
+        return RoundVector.reduce_min(self.vectors)
+
+
+class TwinRank:
+    """One replica: Core, board, world and script, and the effects between them.
+
+    ``core`` is made by the caller, so that a test can plant a rule break; it gets the rank through `attach` if it has one.
+    """
+
+    def __init__(self, options: TwinOptions, rank: int, make_core: Callable[[CoreConfig], Core] = Core) -> None:
+        self.options, self.rank = options, rank
+        self.core = make_core(options.core_config())
+        self.board = Board()
+        self.rng = random.Random(options.seed * 31 + rank)
+        self.world = SimWorld(
+            options.seed * 100 + rank,
+            self.board,
+            device_pages=options.device_pages,
+            host_pages=options.host_pages,
+            page_size=options.page_size,
+            storage=seeded_storage(options, rank),
+            faults=options.faults,
+            on_wake=self._wake,
+        )
+        self.script: TwinScript
+        self.effects: list[Effect] = []  #: of the last section
+
+    def execute(self, effects: list[Effect]) -> None:
+        self.effects = effects
+        self.world.execute(effects)
+
+    def _wake(self, effect: Wake) -> None:
+        self.script.wake(effect)
+
+    def must_be_whole(self, step: int) -> None:
+        """After `reset` everything is free, and nothing is left behind."""
+        usage = self.core.usage()
+        for tier in TIER_NAMES:
+            pool = getattr(usage, tier)
+            if pool.free != pool.total:
+                raise TwinFailure("leak", self.options, step, (tier, usage))
+        if usage.leases or self.core.needs_step or (len(self.board) and self.options.kill_step is None):
+            raise TwinFailure("leak", self.options, step, (usage, len(self.board)))
+
+
+def seeded_storage(options: TwinOptions, rank: int) -> set[int]:
+    """Page keys that this rank's store holds before the run: the same families, with other tails missing on each rank."""
+    shared = random.Random(options.seed * 7 + 1)
+    own = random.Random(options.seed * 7 + 2 + rank)
+    stored: set[int] = set()
+    for family in range(FAMILIES):
+        for branch in range(BRANCHES):
+            n_tokens = shared.randrange(0, 25) * options.page_size
+            prompt = Prompt(family_tokens(family, n_tokens, branch, 10 * options.page_size), family_scope(family))
+            keys = page_keys(prompt.packed, prompt.scope, options.page_size)
+            stored.update(keys[: max(0, len(keys) - own.choice((0, 0, 0, 1, 3)))])
+    return stored
+
+
+def run_twins(
+    options: TwinOptions,
+    *,
+    make_core: Callable[[CoreConfig], Core] = Core,
+    make_vector: Callable[[TwinRank], RoundVector] | None = None,
+    attach: Callable[[TwinRank], None] | None = None,
+) -> list[TwinRank]:
+    """Run the random script on ``options.ranks`` replicas.  Raises TwinFailure; -> the ranks, wound down.
+
+    ``make_core``, ``make_vector`` and ``attach`` (called with each rank once it is complete) exist to plant rule breaks.
+    """
+    group = Group(options.ranks)
+    ranks = [TwinRank(options, rank, make_core) for rank in range(options.ranks)]
+    drivers = []
+    for rank in ranks:
+        vector = make_vector(rank) if make_vector else RoundVector(options.table_slots, options.table_rows)
+        driver = StepDriver(
+            rank.core,
+            rank.board,
+            rank.world.clock_ms,
+            rank.execute,
+            group.exchange(rank.rank),
+            lag=options.lag,
+            vector=vector,
+            wait_news=lambda _: None,  # time is virtual
+        )
+        rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+        if attach is not None:
+            attach(rank)
+        drivers.append(driver)
+    pace = random.Random(options.seed + 12345)
+    step = winding = 0
+    while winding < MAX_WIND_DOWN_STEPS:
+        step += 1
+        calls = pace.randrange(0, 5)
+        wind_down = ranks[0].script.operations >= options.operations
+        winding += wind_down
+        for rank, driver in zip(ranks, drivers, strict=True):
+            driver.begin_step()
+            if wind_down:
+                rank.script.wind_down()
+            else:
+                rank.script.run_step(calls)
+            driver.end_step()
+            rank.script.submit()
+            rank.script.between_steps()
+            if step % options.check_every == 0:
+                rank.core.check()
+        _compare(options, step, ranks, drivers)
+        if step == options.kill_step:
+            ranks[-1].world.dead = True
+            drivers[-1].fail(TransferError("killed"))
+        for rank in ranks:
+            rank.world.advance(rank.rng.expovariate(1 / 12))
+            if rank.world.violations:
+                raise TwinFailure("wrong bytes", options, step, rank.world.violations[:3])
+        if wind_down and ranks[0].script.idle and not drivers[0].needs_step:
+            break
+    else:
+        raise TwinFailure("stuck", options, step, (ranks[0].core.usage(), ranks[0].script.pending()))
+    for rank in ranks:
+        rank.core.check()
+        rank.core.reset()
+        rank.must_be_whole(step)
+    return ranks
+
+
+def _compare(options: TwinOptions, step: int, ranks: list[TwinRank], drivers: list[StepDriver]) -> None:
+    for driver in drivers:
+        if isinstance(driver.failure, PeerError):
+            raise TwinFailure("diverged", options, step, driver.failure)
+    if len({rank.core.state_digest() for rank in ranks}) != 1:
+        raise TwinFailure("diverged", options, step, [rank.core.usage() for rank in ranks])
+
+
+def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = Core) -> TwinRank:
+    """The same script on one rank with the auto driver: each call a section, apply when something waits."""
+    rank = TwinRank(options, 0, make_core)
+    turn: list[Callable[[], None]] = []
+    driver = AutoDriver(
+        rank.core,
+        rank.board,
+        rank.world.clock_ms,
+        rank.execute,
+        turn.append,
+        lambda delay_s, fn: rank.world.at(delay_s * 1000, fn),
+    )
+    rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+    pace = random.Random(options.seed)
+    for step in range(1, options.operations + MAX_WIND_DOWN_STEPS):
+        ready, turn[:] = list(turn), []
+        for callback in ready:
+            callback()
+        wind_down = rank.script.operations >= options.operations
+        if wind_down:
+            rank.script.wind_down()
+        else:
+            rank.script.run_step(pace.randrange(0, 3))
+        rank.script.submit()
+        rank.script.between_steps()
+        if step % options.check_every == 0:
+            rank.core.check()
+        if step == options.kill_step:
+            rank.world.dead = True
+            driver.fail(TransferError("killed"))
+        rank.world.advance(rank.rng.expovariate(1 / 12))
+        if rank.world.violations:
+            raise TwinFailure("wrong bytes", options, step, rank.world.violations[:3])
+        if wind_down and rank.script.idle and not rank.core.needs_step:
+            break
+    else:
+        raise TwinFailure("stuck", options, step, (rank.core.usage(), rank.script.pending()))
+    with driver.section():
+        rank.core.reset()
+    rank.must_be_whole(step)
+    driver.close()
+    return rank
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replay one run, or a range of seeds; prints what happened."""
+    parser = argparse.ArgumentParser(prog="python -m hicache_actors.testing.twins", description=main.__doc__)
+    parser.add_argument("--seeds", type=int, default=1, help="run this many seeds, from --seed on")
+    parser.add_argument("--auto", action="store_true", help="one rank with the auto driver")
+    for name in _NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULTS, name))
+    given = vars(parser.parse_args(arguments))
+    seeds, auto = given.pop("seeds"), given.pop("auto")
+    stats: Counter[str] = Counter()
+    for seed in range(given["seed"], given["seed"] + seeds):
+        options = TwinOptions(**{**given, "seed": seed})
+        rank = run_auto(options) if auto else run_twins(options)[0]
+        stats.update(rank.script.stats)
+        stats.update({f"core.{name}": count for name, count in rank.core.counts.items()})
+    print(f"{seeds} clean: {dict(sorted(stats.items()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
