@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from hicache_actors.cuda_ext.controls import Controls, Gate
+    from hicache_actors.cuda_ext.controls import ControlledDevice, Gate
     from hicache_actors.cuda_ext.device import Device, Event, Stream, Ticket, Work
     from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 
-__all__ = ["Controls", "Device", "Event", "Gate", "Stream", "Ticket", "TorchCpuDevice", "Work", "open_device"]
+__all__ = ["ControlledDevice", "Device", "Event", "Gate", "Stream", "Ticket", "TorchCpuDevice", "Work", "open_device"]
 
 _HOMES: Final = {
-    "Controls": "controls",
+    "ControlledDevice": "controls",
     "Gate": "controls",
     "Device": "device",
     "Event": "device",

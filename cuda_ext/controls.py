@@ -1,15 +1,25 @@
-"""What tests may do to a device: hold its streams at a gate, slow them, make their work fail, or lose the device.
+"""What devices without a GPU share: named streams with counters, and what tests may do to them.
 
-Real devices cannot be told to do so on purpose; `TorchCpuDevice` and `testing.SimDevice` can, in the same words.
+Hold a stream at a gate, slow it, make its work fail, or lose the device: real devices cannot be told to do so on purpose;
+`TorchCpuDevice` and `testing.SimDevice` can, in the same words.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Generic, Literal, TypeVar
 
-from hicache_actors.errors import UsageError
+import structlog
+
+from hicache_actors.cuda_ext.device import Event, Work
+from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.transfer.completions import Completion
+
+log = structlog.get_logger(__name__)
+
+Kind = Literal["cpu", "cuda", "sim"]
 
 
 class Gate:
@@ -75,36 +85,123 @@ class _Fault:
         self.error, self.works, self.after, self.stream = error, works, after, stream
 
 
-class Controls:
-    """Slow-downs and planned failures of one device.  Any thread may call."""
+class ControlledStream(ABC):
+    """A stream of a `ControlledDevice`: what both kinds count and can be told.  Counters are read by any thread."""
 
-    def __init__(self) -> None:
-        self._controls_lock = threading.Lock()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.gate = Gate(self._gate_changed)
+        self.submitted = self.finished = self.failed = self.moved_bytes = 0
+
+    @abstractmethod
+    def submit(self, work: Work) -> Completion:
+        """Run ``work`` after everything submitted before -> its ticket.  Raises `StoppedError` after close."""
+
+    @abstractmethod
+    def wait_event(self, event: Event) -> None:
+        """What is submitted later runs after ``event`` has fired, well or badly.
+
+        An event that cannot call back is polled; if asking it raises, the device is lost, as with CUDA.
+        """
+
+    @abstractmethod
+    def record(self) -> Completion:
+        """A ticket for the end of everything submitted so far.  It carries no error: each ticket has its own."""
+
+    @abstractmethod
+    def drop(self, error: BaseException) -> None:
+        """Fail everything that has not ended, and whatever is submitted later; work that runs now runs on unseen."""
+
+    @abstractmethod
+    def _gate_changed(self) -> None: ...
+
+
+S = TypeVar("S", bound=ControlledStream)
+
+
+class ControlledDevice(ABC, Generic[S]):
+    """A device that tests can hold, slow and fail."""
+
+    kind: Kind
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.closed = False
+        self._lock = threading.Lock()
+        self._streams: dict[str, S] = {}
+        self._lost: BaseException | None = None
         self._faults: list[_Fault] = []
         self._speeds: dict[str | None, tuple[float, float]] = {}
+
+    def stream(self, name: str) -> S:
+        """The stream of that name, made on first use.  Raises `StoppedError` after close."""
+        with self._lock:
+            stream = self._streams.get(name)
+            if stream is None:
+                if self.closed:
+                    raise StoppedError(f"device {self.name} is closed")
+                stream = self._streams[name] = self._make_stream(name)
+            return stream
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the device is gone, if it is."""
+        return self._lost
+
+    def snapshot(self) -> Mapping[str, int | float | str]:
+        """Pieces of work by what became of them, over all streams."""
+        with self._lock:
+            streams = list(self._streams.values())
+        return {
+            "device": self.name,
+            "kind": self.kind,
+            "streams": len(streams),
+            "submitted": sum(stream.submitted for stream in streams),
+            "finished": sum(stream.finished for stream in streams),
+            "failed": sum(stream.failed for stream in streams),
+            "moved_bytes": sum(stream.moved_bytes for stream in streams),
+            "lost": int(self._lost is not None),
+        }
+
+    def gate(self, stream: str) -> Gate:
+        """Shut the gate of a stream -> the gate."""
+        gate = self.stream(stream).gate
+        gate.shut()
+        return gate
+
+    def lose(self, error: BaseException) -> None:
+        """The device is gone: open tickets fail with ``error`` now, later ones at once.  For tests and watchdogs."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = error
+            streams = list(self._streams.values())
+        log.error("device_lost", device=self.name, error=str(error))
+        for stream in streams:
+            stream.drop(error)
 
     def throttle(self, gb_s: float | None = None, latency_s: float = 0.0, *, stream: str | None = None) -> None:
         """Let each piece of work last ``latency_s`` + its bytes at ``gb_s`` (units of 1e9 bytes a second; None: no limit).
 
         ``stream``: only that one; else all that have no speed of their own.  Work that has begun keeps its speed.
         """
-        with self._controls_lock:
+        with self._lock:
             self._speeds[stream] = (latency_s, 0.0 if gb_s is None else 1 / (gb_s * 1e9))
 
     def fail_next(self, error: BaseException, *, works: int = 1, after: int = 0, stream: str | None = None) -> None:
         """Let ``works`` pieces of work fail with ``error`` instead of being run, once ``after`` others have been run."""
-        with self._controls_lock:
+        with self._lock:
             self._faults.append(_Fault(error, works, after, stream))
 
     def duration_s(self, stream: str, nbytes: int) -> float:
         """For the device: how long a piece of work shall last at least."""
-        with self._controls_lock:
+        with self._lock:
             latency_s, byte_s = self._speeds.get(stream) or self._speeds.get(None, (0.0, 0.0))
         return latency_s + nbytes * byte_s
 
     def take_fault(self, stream: str) -> BaseException | None:
         """For the device: the error with which the work that begins now shall fail."""
-        with self._controls_lock:
+        with self._lock:
             error: BaseException | None = None
             for fault in self._faults:
                 if fault.stream not in (None, stream):
@@ -116,3 +213,14 @@ class Controls:
                     error = fault.error
             self._faults = [fault for fault in self._faults if fault.works]
             return error
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new work and wait for what was submitted -> True if all of it was run in time.
+
+        If not, what has not begun is dropped (its tickets fail with `StoppedError`), and what has begun may still end later:
+        its memory must stay mapped.  Idempotent.
+        """
+
+    @abstractmethod
+    def _make_stream(self, name: str) -> S: ...

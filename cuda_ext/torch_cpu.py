@@ -9,88 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Literal
 
-import structlog
-
-from hicache_actors.cuda_ext.controls import Controls, Gate
+from hicache_actors.cuda_ext.controls import ControlledDevice, ControlledStream, Kind
 from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.errors import StoppedError, TransferError
 from hicache_actors.transfer.completions import POLL_S, Completion, has_fired, notify
 
-log = structlog.get_logger(__name__)
 
-
-class TorchCpuDevice(Controls):
+class TorchCpuDevice(ControlledDevice["CpuStream"]):
     """KV tensors on the CPU.  Every method may be called from any thread; only `close` blocks.
 
     A piece of work that raises fails its own ticket; the stream goes on with the next.
     """
 
-    kind: Literal["cpu", "cuda", "sim"] = "cpu"
+    kind: Kind = "cpu"
 
     def __init__(self, name: str = "cpu") -> None:
-        super().__init__()
-        self.name = name
-        self._lock = threading.Lock()
-        self._streams: dict[str, CpuStream] = {}
-        self.closed = False
-        self._lost: BaseException | None = None
-
-    def stream(self, name: str) -> CpuStream:
-        """The stream of that name, made on first use.  Its thread starts with its first work.  Raises `StoppedError`."""
-        with self._lock:
-            stream = self._streams.get(name)
-            if stream is None:
-                if self.closed:
-                    raise StoppedError(f"device {self.name} is closed")
-                stream = self._streams[name] = CpuStream(name, self)
-            return stream
-
-    def gate(self, stream: str) -> Gate:
-        """Shut the gate of a stream, for tests -> the gate."""
-        gate = self.stream(stream).gate
-        gate.shut()
-        return gate
-
-    def lose(self, error: BaseException) -> None:
-        """The device is gone: all open tickets fail with ``error`` now, later ones at once.  For tests and watchdogs."""
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
-            streams = list(self._streams.values())
-        log.error("device_lost", device=self.name, error=str(error))
-        for stream in streams:
-            stream.drop(error)
-
-    @property
-    def lost(self) -> BaseException | None:
-        """Why the device is gone, if it is."""
-        return self._lost
-
-    def snapshot(self) -> Mapping[str, int | float | str]:
-        with self._lock:
-            streams = list(self._streams.values())
-        return {
-            "device": self.name,
-            "kind": self.kind,
-            "engine": "numpy indexing",
-            "streams": len(streams),
-            "submitted": sum(stream.submitted for stream in streams),
-            "finished": sum(stream.finished for stream in streams),
-            "failed": sum(stream.failed for stream in streams),
-            "moved_bytes": sum(stream.moved_bytes for stream in streams),
-            "lost": 0 if self._lost is None else 1,
-        }
+        super().__init__(name)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work and wait for what was submitted -> True if all of it was run in time.
-
-        If not, what has not begun is dropped (its tickets fail with `StoppedError`), and what has begun may go on in its
-        daemon thread: its memory must stay mapped.  Blocks; never call it on a loop's thread or in a callback.  Idempotent.
-        """
+        """Blocks: never call it on a loop's thread or in a callback.  Work that did not end in time stays in its daemon thread."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self.closed = True
@@ -102,20 +40,21 @@ class TorchCpuDevice(Controls):
             stream.drop(StoppedError(f"device {self.name} was closed before this work began"))
         return all(in_time)
 
+    def _make_stream(self, name: str) -> CpuStream:
+        return CpuStream(name, self)
+
 
 _Item = tuple[Completion | None, Work | None, Event | None]
 """(ticket, work to run or None for a record, event to wait for)."""
 
 
-class CpuStream:
-    """One worker thread; `submit`, `wait_event` and `record` never block."""
+class CpuStream(ControlledStream):
+    """One worker thread, started by the first work; `submit`, `wait_event` and `record` never block."""
 
     def __init__(self, name: str, device: TorchCpuDevice) -> None:
-        self.name = name
-        self.submitted = self.finished = self.failed = self.moved_bytes = 0
+        super().__init__(name)
         self._device = device
         self._changed = threading.Condition(threading.Lock())
-        self.gate = Gate(self._wake)
         self._queue: deque[_Item] = deque()
         self._running: Completion | None = None
         self._stopping = False
@@ -125,27 +64,20 @@ class CpuStream:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> Completion:
-        """Run ``work`` after everything submitted before -> its ticket.  Raises `StoppedError` after close."""
         ticket = Completion()
         self._put((ticket, work, None))
         return ticket
 
     def wait_event(self, event: Event) -> None:
-        """What is submitted later runs after ``event`` has fired, well or badly.
-
-        An event that cannot call back is polled by the stream's thread; if asking it raises, the device is lost, as with CUDA.
-        """
         if not has_fired(event):
             self._put((None, None, event))
 
     def record(self) -> Completion:
-        """A ticket for the end of everything submitted so far.  It carries no error: each ticket has its own."""
         ticket = Completion()
         self._put((ticket, None, None))
         return ticket
 
     def drop(self, error: BaseException) -> None:
-        """Fail everything that has not ended, and whatever is submitted later; work that runs now runs on unseen."""
         with self._changed:
             self._dropped = self._dropped or error
             tickets = [self._running, *(ticket for ticket, _, _ in self._queue)]
@@ -189,7 +121,7 @@ class CpuStream:
         if error is not None and item[0] is not None:
             item[0].finish(error)
 
-    def _wake(self) -> None:
+    def _gate_changed(self) -> None:
         with self._changed:
             self._wakes += 1
             self._changed.notify_all()
