@@ -252,7 +252,6 @@ class Actor:
             wrapped.__cause__ = error
             error = wrapped
         reply.set_exception(error)
-        reply.exception()  # an asker cancelled between answer and resumption must not leave a "never retrieved" report
 
     def _end(self) -> None:
         self._state = "stopped" if self.failure is None else "failed"
@@ -261,7 +260,6 @@ class Actor:
                 self._discarded += type(message) is not Stop
             elif not reply.done():
                 reply.set_exception(StoppedError(f"{self.name} has {self._state} before it answered"))
-                reply.exception()
 
     def _stop(self) -> None:
         if self._state == "running":
