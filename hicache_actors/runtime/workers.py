@@ -21,15 +21,18 @@ from hicache_actors.runtime.observation import WorkersSnapshot
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_LEAVING_S = 1.0
+
 
 class _Call:
-    __slots__ = ("abandoned", "args", "ended", "fn", "future", "started")
+    __slots__ = ("abandoned", "args", "ended", "fn", "future", "started", "thread")
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
         self.args = args
         self.future: Future[Any] = Future()
         self.started = self.ended = self.abandoned = False
+        self.thread: threading.Thread | None = None  # that runs it
 
     @property
     def name(self) -> str:
@@ -84,6 +87,8 @@ class Workers:
             if not call.future.cancel():
                 self._abandon(call)
             raise
+        if call.future.cancelled():  # not by us: we would have left above
+            raise StoppedError(f"workers {self.name} were closed before {call.name} began")
         result: T = call.future.result()
         return result
 
@@ -155,6 +160,7 @@ class Workers:
 
     def _execute(self, call: _Call) -> None:
         with self._lock:
+            call.thread = threading.current_thread()
             call.started = call.future.set_running_or_notify_cancel()
             if not call.started:
                 del self._calls[call]
@@ -195,9 +201,11 @@ class Workers:
 
     def _join(self, until: float) -> tuple[str, ...]:
         with self._lock:
+            busy = {call.thread for call in self._calls if call.started}
             threads = list(self._threads)
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            # one that runs no call is on its way out: a join of microseconds, so that a clean close leaves no thread behind
+            thread.join(max(0.0, until - time.monotonic()) if thread in busy else _LEAVING_S)
         with self._lock:
             return tuple(call.name for call in self._calls if call.started)
 
