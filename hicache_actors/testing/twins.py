@@ -13,6 +13,7 @@ import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family
 from hicache_actors.testing.world import Faults, SimWorld, page_keys
 
 MAX_WIND_DOWN_STEPS = 4000
+
+R = TypeVar("R")
 
 
 class TwinFailure(AssertionError):
@@ -117,10 +120,7 @@ class _GroupRound:
 
 
 class TwinRank:
-    """One replica: Core, board, world and script, and the effects between them.
-
-    ``core`` is made by the caller, so that a test can plant a rule break; it gets the rank through `attach` if it has one.
-    """
+    """One replica: Core, board, world and script, and the effects between them."""
 
     def __init__(self, options: TwinOptions, rank: int, make_core: Callable[[CoreConfig], Core] = Core) -> None:
         self.options, self.rank = options, rank
@@ -172,79 +172,115 @@ def seeded_storage(options: TwinOptions, rank: int) -> set[int]:
     return stored
 
 
+class Twins:
+    """N replicas in lockstep, for a script or for a test that makes the calls itself.
+
+    ``make_core``, ``make_vector`` and ``attach`` (called with each rank once it is complete) exist to plant rule breaks.
+    """
+
+    def __init__(
+        self,
+        options: TwinOptions,
+        *,
+        make_core: Callable[[CoreConfig], Core] = Core,
+        make_vector: Callable[[TwinRank], RoundVector] | None = None,
+        attach: Callable[[TwinRank], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.steps = 0
+        self.ranks: list[TwinRank] = []
+        self.drivers: list[StepDriver] = []
+        group = Group(options.ranks)
+        for number in range(options.ranks):
+            rank = TwinRank(options, number, make_core)
+            driver = StepDriver(
+                rank.core,
+                rank.board,
+                rank.world.clock_ms,
+                rank.execute,
+                group.exchange(number),
+                lag=options.lag,
+                vector=make_vector(rank) if make_vector else RoundVector(options.table_slots, options.table_rows),
+                wait_news=lambda _: None,  # time is virtual
+            )
+            rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+            if attach is not None:
+                attach(rank)
+            self.ranks.append(rank)
+            self.drivers.append(driver)
+
+    def step(self, act: Callable[[TwinRank], R], *, by_ms: float | None = None) -> list[R]:
+        """One step on every rank, then a moment of time; -> what ``act`` returned, per rank.  Raises TwinFailure."""
+        self.steps += 1
+        out = []
+        for rank, driver in zip(self.ranks, self.drivers, strict=True):
+            driver.begin_step()
+            out.append(act(rank))
+            driver.end_step()
+            rank.script.submit()
+            rank.script.between_steps()
+            if self.steps % self.options.check_every == 0:
+                rank.core.check()
+        self._compare()
+        for rank in self.ranks:
+            rank.world.advance(rank.rng.expovariate(1 / 12) if by_ms is None else by_ms)
+            if rank.world.violations:
+                raise TwinFailure("wrong bytes", self.options, self.steps, rank.world.violations[:3])
+        return out
+
+    def settle(self) -> None:
+        """Empty steps until no job is open.  Raises TwinFailure if that takes too long."""
+        for _ in range(MAX_WIND_DOWN_STEPS):
+            self.step(lambda rank: None)
+            if not self.needs_step:
+                return
+        raise TwinFailure("stuck", self.options, self.steps, self.ranks[0].core.usage())
+
+    @property
+    def needs_step(self) -> bool:
+        return self.drivers[0].needs_step
+
+    def kill(self, number: int) -> None:
+        """The movers of one rank are dead from now on."""
+        self.ranks[number].world.dead = True
+        self.drivers[number].fail(TransferError("killed"))
+
+    def must_be_whole(self) -> None:
+        """Reset, and nothing is left: pools, leases, jobs, local tables."""
+        self.step(lambda rank: rank.core.reset())
+        for rank in self.ranks:
+            rank.must_be_whole(self.steps)
+
+    def _compare(self) -> None:
+        for driver in self.drivers:
+            if isinstance(driver.failure, PeerError):
+                raise TwinFailure("diverged", self.options, self.steps, driver.failure)
+        if len({rank.core.state_digest() for rank in self.ranks}) != 1:
+            raise TwinFailure("diverged", self.options, self.steps, [rank.core.usage() for rank in self.ranks])
+
+
 def run_twins(
     options: TwinOptions,
     *,
     make_core: Callable[[CoreConfig], Core] = Core,
     make_vector: Callable[[TwinRank], RoundVector] | None = None,
     attach: Callable[[TwinRank], None] | None = None,
-) -> list[TwinRank]:
-    """Run the random script on ``options.ranks`` replicas.  Raises TwinFailure; -> the ranks, wound down.
-
-    ``make_core``, ``make_vector`` and ``attach`` (called with each rank once it is complete) exist to plant rule breaks.
-    """
-    group = Group(options.ranks)
-    ranks = [TwinRank(options, rank, make_core) for rank in range(options.ranks)]
-    drivers = []
-    for rank in ranks:
-        vector = make_vector(rank) if make_vector else RoundVector(options.table_slots, options.table_rows)
-        driver = StepDriver(
-            rank.core,
-            rank.board,
-            rank.world.clock_ms,
-            rank.execute,
-            group.exchange(rank.rank),
-            lag=options.lag,
-            vector=vector,
-            wait_news=lambda _: None,  # time is virtual
-        )
-        rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
-        if attach is not None:
-            attach(rank)
-        drivers.append(driver)
+) -> Twins:
+    """Run the random script on ``options.ranks`` replicas.  Raises TwinFailure; -> the twins, wound down and whole."""
+    twins = Twins(options, make_core=make_core, make_vector=make_vector, attach=attach)
+    script = twins.ranks[0].script
     pace = random.Random(options.seed + 12345)
-    step = winding = 0
-    while winding < MAX_WIND_DOWN_STEPS:
-        step += 1
+    while script.operations < options.operations:
         calls = pace.randrange(0, 5)
-        wind_down = ranks[0].script.operations >= options.operations
-        winding += wind_down
-        for rank, driver in zip(ranks, drivers, strict=True):
-            driver.begin_step()
-            if wind_down:
-                rank.script.wind_down()
-            else:
-                rank.script.run_step(calls)
-            driver.end_step()
-            rank.script.submit()
-            rank.script.between_steps()
-            if step % options.check_every == 0:
-                rank.core.check()
-        _compare(options, step, ranks, drivers)
-        if step == options.kill_step:
-            ranks[-1].world.dead = True
-            drivers[-1].fail(TransferError("killed"))
-        for rank in ranks:
-            rank.world.advance(rank.rng.expovariate(1 / 12))
-            if rank.world.violations:
-                raise TwinFailure("wrong bytes", options, step, rank.world.violations[:3])
-        if wind_down and ranks[0].script.idle and not drivers[0].needs_step:
-            break
-    else:
-        raise TwinFailure("stuck", options, step, (ranks[0].core.usage(), ranks[0].script.pending()))
-    for rank in ranks:
-        rank.core.check()
-        rank.core.reset()
-        rank.must_be_whole(step)
-    return ranks
-
-
-def _compare(options: TwinOptions, step: int, ranks: list[TwinRank], drivers: list[StepDriver]) -> None:
-    for driver in drivers:
-        if isinstance(driver.failure, PeerError):
-            raise TwinFailure("diverged", options, step, driver.failure)
-    if len({rank.core.state_digest() for rank in ranks}) != 1:
-        raise TwinFailure("diverged", options, step, [rank.core.usage() for rank in ranks])
+        twins.step(lambda rank, calls=calls: rank.script.run_step(calls))
+        if twins.steps == options.kill_step:
+            twins.kill(options.ranks - 1)
+    for _ in range(MAX_WIND_DOWN_STEPS):
+        twins.step(lambda rank: rank.script.wind_down())
+        if script.idle and not twins.needs_step:
+            twins.must_be_whole()
+            return twins
+    raise TwinFailure("stuck", options, twins.steps, (twins.ranks[0].core.usage(), script.pending()))
 
 
 def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = Core) -> TwinRank:
@@ -281,14 +317,12 @@ def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = 
         if rank.world.violations:
             raise TwinFailure("wrong bytes", options, step, rank.world.violations[:3])
         if wind_down and rank.script.idle and not rank.core.needs_step:
-            break
-    else:
-        raise TwinFailure("stuck", options, step, (rank.core.usage(), rank.script.pending()))
-    with driver.section():
-        rank.core.reset()
-    rank.must_be_whole(step)
-    driver.close()
-    return rank
+            with driver.section():
+                rank.core.reset()
+            rank.must_be_whole(step)
+            driver.close()
+            return rank
+    raise TwinFailure("stuck", options, step, (rank.core.usage(), rank.script.pending()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stats: Counter[str] = Counter()
     for seed in range(given["seed"], given["seed"] + seeds):
         options = TwinOptions(**{**given, "seed": seed})
-        rank = run_auto(options) if auto else run_twins(options)[0]
+        rank = run_auto(options) if auto else run_twins(options).ranks[0]
         stats.update(rank.script.stats)
         stats.update({f"core.{name}": count for name, count in rank.core.counts.items()})
     print(f"{seeds} clean: {dict(sorted(stats.items()))}")

@@ -1,0 +1,365 @@
+"""Directed scenarios on twins: what grows, starves, spins or waits for ever if built otherwise (B9 to B16)."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_actors.core import CoreLease
+from hicache_actors.core.words import (
+    Phase,
+    Settled,
+    Shortfall,
+    StartBackup,
+    StartDrain,
+    StartLoad,
+    StartPrefetch,
+    StartWriteBack,
+    encode_result,
+)
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.testing.twins import TwinRank
+from hicache_actors.testing.world import Faults
+
+from .stage import (
+    CALM,
+    PAGE,
+    SEEDS,
+    begin,
+    clear_device,
+    forward,
+    host_only,
+    idle,
+    prompt_of,
+    publish,
+    release,
+    stage,
+    started,
+    with_faults,
+)
+
+seeds = pytest.mark.parametrize("seed", SEEDS)
+A = prompt_of(10 * PAGE + 1)
+NEVER = Faults(hang=1.0, fail=0.0, deadline_ms=10.0**9)
+
+
+@seeds
+def test_b9_one_section_opens_one_write_back_one_backup_one_drain(seed: int) -> None:
+    twins = stage(seed)
+    prompts = [prompt_of(2 * PAGE + 1, 1000 * n) for n in range(4)]
+    leases = [begin(twins, prompt, f"r{n}") for n, prompt in enumerate(prompts)]
+
+    def commit_all(rank: TwinRank) -> None:
+        for n, prompt in enumerate(prompts):
+            rank.core.commit(leases[n][rank.rank], len(prompt), (f"r{n}", "pass"))
+
+    twins.step(commit_all)
+    for rank in twins.ranks:
+        (write_back,) = started(rank, StartWriteBack)
+        assert isinstance(write_back, StartWriteBack)
+        assert len(write_back.source) == len(write_back.target) == 4 * 8
+    backups = 0
+    while not backups:
+        twins.step(lambda rank: None)
+        backups = len(started(twins.ranks[0], StartBackup))
+    (backup,) = started(twins.ranks[0], StartBackup)
+    assert isinstance(backup, StartBackup)
+    assert sum(path.pages for path in backup.paths) == 8
+
+    def release_all(rank: TwinRank) -> None:
+        for n in range(4):
+            rank.core.release(leases[n][rank.rank], (f"r{n}", "pass"))
+
+    twins.step(release_all)
+    assert [len(started(rank, StartDrain)) for rank in twins.ranks] == [1, 1]
+    twins.settle()
+    twins.must_be_whole()
+
+
+@seeds
+def test_b9_hung_prefetches_leave_room_in_the_tables_for_loads(seed: int) -> None:
+    wanted = [prompt_of(5 * PAGE, 1000 * n) for n in range(1, 7)]
+    twins = stage(seed, table_slots=4, table_rows=4, stored=[(prompt, (4, 4)) for prompt in wanted])
+    host_only(twins, A)
+    with_faults(twins, NEVER)
+    for n, prompt in enumerate(wanted):
+        twins.step(lambda rank, n=n, prompt=prompt: rank.core.prefetch(prompt, f"p{n}"))
+    idle(twins, 30)
+    with_faults(twins, CALM)
+    wire = twins.ranks[0].core.wire()
+    assert len(wire.slots) == 2, "half of the table at most"
+    leases = begin(twins, A, "a")
+    (job,) = leases[0].loads
+    for _ in range(200):
+        if twins.ranks[0].core.load_result(job) is not None:
+            break
+        twins.step(lambda rank: None)
+    assert {rank.core.match(A).device for rank in twins.ranks} == {10 * PAGE}
+
+
+@seeds
+def test_b9_few_retries_fall_due_in_one_apply(seed: int) -> None:
+    twins = stage(seed, device_pages=120, host_pages=120)
+    with_faults(twins, Faults(hang=0.0, fail=1.0))
+    for rank in twins.ranks:
+        rank.world.faults = CALM
+    prompts = [prompt_of(PAGE + 1, 1000 * n) for n in range(20)]
+    for n, prompt in enumerate(prompts):
+        leases = publish(twins, prompt, f"r{n}")
+        backup: list[StartBackup] = []
+        while not backup:
+            twins.step(lambda rank: None)
+            backup = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
+        for rank in twins.ranks:
+            rank.board.done(backup[0].job, Phase.RUN, encode_result(0))
+        release(twins, leases)
+    twins.settle()
+    for rank in twins.ranks:
+        rank.world.advance(60_000)
+    seen = []
+
+    def count(rank: TwinRank) -> int:
+        return rank.core.usage().nodes
+
+    for n in range(12):
+        twins.step(count)
+        opened = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
+        seen.append(sum(path.pages for effect in opened for path in effect.paths))
+        if not n:
+            begin(twins, prompt_of(3, 90_000), "ticker")  # a round must happen for the clock to move
+    assert max(seen) <= 8
+
+
+@seeds
+def test_b10_decode_commits_leave_few_nodes(seed: int) -> None:
+    twins = stage(seed, device_pages=80, host_pages=80)
+    prompt = prompt_of(PAGE + 1)
+    leases = publish(twins, prompt, "a")
+    for page in range(2, 40):
+        more = range(page * PAGE - PAGE + 1, page * PAGE + 1)
+        prompt.append(more)
+
+        def decode(rank: TwinRank, page: int = page) -> None:
+            lease = leases[rank.rank]
+            if len(prompt) > lease.capacity_tokens:
+                assert rank.core.allocate(lease, len(prompt) - lease.capacity_tokens) is None
+            keys = rank.world.prompt_keys(prompt, page)
+            rank.world.forward(("a", page), [], [(lease.pages[page - 1], keys[page - 1])], ())
+
+        twins.step(decode)
+        twins.step(lambda rank, page=page: rank.core.commit(leases[rank.rank], page * PAGE, ("a", page)))
+    twins.settle()
+    release(twins, leases, ("a", 39))
+    twins.settle()
+    for rank in twins.ranks:
+        assert rank.core.match(prompt).device == 39 * PAGE
+        assert rank.core.usage().nodes <= 3
+    twins.must_be_whole()
+
+
+@seeds
+def test_b11_an_acquire_is_settled_in_an_apply_on_all_ranks_at_once(seed: int) -> None:
+    twins = stage(seed, stored=[(A, (10, 8))])
+    waiters = twins.step(lambda rank: rank.core.acquire(A, "a", None, 0))
+    assert len(set(waiters)) == 1
+    woken: list[object] = []
+    while not woken:
+        twins.step(lambda rank: None)
+        both = [rank.script._woken.get(waiters[0]) for rank in twins.ranks]
+        assert (both[0] is None) == (both[1] is None)
+        woken = [lease for lease in both if lease is not None]
+    for lease in woken:
+        assert isinstance(lease, CoreLease)
+        assert (lease.usable_tokens, len(lease.loads)) == (8 * PAGE, 1)
+    leases = [lease for lease in woken if isinstance(lease, CoreLease)]
+    twins.step(lambda rank: forward(rank, leases[rank.rank], A, ("a", "pass")))
+    twins.settle()
+    for rank in twins.ranks:
+        rank.world.emit(("a", "pass"))
+        account = leases[rank.rank].account
+        assert account.storage == 8 * PAGE
+    release(twins, leases, ("a", "pass"))
+    twins.settle()
+    twins.must_be_whole()
+
+
+@seeds
+def test_b12_a_prefetch_pins_nothing_on_device(seed: int) -> None:
+    longer = prompt_of(16 * PAGE)
+    twins = stage(seed, stored=[(longer, (15, 15))])
+    host_only(twins, A)
+    leases = begin(twins, A, "a")
+    twins.settle()
+    release(twins, leases, ("a", "pass"))
+    twins.settle()
+    with_faults(twins, NEVER)
+    twins.step(lambda rank: rank.core.prefetch(longer, "p"))
+    idle(twins, 30)
+
+    def take_all(rank: TwinRank) -> None:
+        lease = rank.core.lease(prompt_of(1, 9000), "big")
+        assert rank.core.allocate(lease, rank.options.device_pages * PAGE) is None
+        rank.core.release(lease)
+
+    twins.step(take_all)
+    for rank in twins.ranks:
+        assert rank.core.match(A).device == 0
+        assert rank.core.match(A).host == 10 * PAGE, "the anchor stays on the host"
+
+
+@seeds
+def test_b12_an_anchor_pin_ends_at_result_and_a_lost_anchor_publishes_nothing(seed: int) -> None:
+    longer = prompt_of(16 * PAGE)
+    twins = stage(seed, stored=[(longer, (15, 15))])
+    host_only(twins, A)
+    with_faults(twins, NEVER)
+    (job, _) = twins.step(lambda rank: rank.core.prefetch(longer, "p"))
+    assert job is not None
+    while twins.ranks[0].core.wire().slots[0][1] is Phase.HIT:
+        twins.step(lambda rank: None)
+    leases = begin(twins, A, "a")
+    (load,) = leases[0].loads
+    for rank in twins.ranks:
+        rank.board.done(load, Phase.RUN, encode_result(6, sound=False))  # the anchor loses its last pages
+    idle(twins, 6)
+    for rank in twins.ranks:
+        rank.board.done(job, Phase.RUN, encode_result(5))
+    idle(twins, 6)
+    for rank in twins.ranks:
+        assert rank.core.match(longer).host == 6 * PAGE
+        for ended in (job, load):
+            rank.board.released(ended)
+        rank.world.fire(("load", load))
+    release(twins, leases, ("a", "pass"))
+    twins.settle()
+    twins.must_be_whole()
+
+
+@seeds
+def test_b13_an_open_hold_lets_empty_steps_pace_themselves(seed: int) -> None:
+    twins = stage(seed)
+    leases = begin(twins, A, "a")
+
+    def let_go(rank: TwinRank) -> None:
+        rank.core.hold(leases[rank.rank], "thread")
+        rank.core.release(leases[rank.rank], ("a", "pass"))
+
+    twins.step(let_go)
+    idle(twins, 20)
+    assert twins.needs_step
+    for driver in twins.drivers:
+        driver.begin_step()
+        driver.end_step()
+    assert [driver.pace_s for driver in twins.drivers] == [0.005, 0.005]
+    for rank in twins.ranks:
+        rank.world.fire("thread")
+    twins.settle()
+    assert [driver.pace_s for driver in twins.drivers] == [0.0, 0.0]
+    twins.must_be_whole()
+
+
+@seeds
+def test_b14_a_copy_behind_a_long_forward_is_not_late(seed: int) -> None:
+    twins = stage(seed)
+    leases = twins.step(lambda rank: rank.core.lease(A, "a"))
+
+    def allocate(rank: TwinRank) -> None:
+        assert rank.core.allocate(leases[rank.rank], len(A)) is None
+        slots = leases[rank.rank].pages[:10]
+        rank.world.plan(slots, rank.world.prompt_keys(A, 10))
+
+    twins.step(allocate)
+    twins.step(lambda rank: rank.core.commit(leases[rank.rank], len(A), "long pass"))
+    idle(twins, 60, by_ms=100)  # fifteen deadlines
+    for rank in twins.ranks:
+        assert rank.core.match(A).host == 10 * PAGE, "on device; the write-back waits"
+        for slot, key in zip(leases[rank.rank].pages[:10], rank.world.prompt_keys(A, 10), strict=True):
+            rank.world.device[slot] = key
+        rank.world.fire("long pass")
+    twins.settle()
+    release(twins, leases)
+    clear_device(twins)
+    assert {rank.core.match(A).host for rank in twins.ranks} == {10 * PAGE}
+    twins.must_be_whole()
+
+
+@seeds
+@pytest.mark.parametrize("killed", [0, 1])
+def test_b15_degrade_fails_open_loads_and_leaves_other_leases_whole(seed: int, killed: int) -> None:
+    other = prompt_of(6 * PAGE + 1, 800)
+    twins = stage(seed, device_pages=60, stored=[(prompt_of(9 * PAGE, 3000), (8, 8))])
+    host_only(twins, A)
+    computed = publish(twins, other, "computed")
+    with_faults(twins, NEVER)
+    twins.step(lambda rank: rank.core.prefetch(prompt_of(9 * PAGE, 3000), "p"))
+    loading = begin(twins, A, "loading")
+    (job,) = loading[0].loads
+    twins.kill(killed)
+    while not all(rank.core.degraded for rank in twins.ranks):
+        twins.step(lambda rank: None)
+    for rank in twins.ranks:
+        assert loading[rank.rank].failed is not None
+        result = rank.core.load_result(job)
+        assert result is not None
+        assert result.failed is not None
+        assert len(computed[rank.rank].pages) == 7
+        assert (rank.core.match(A).host, rank.core.match(other).device) == (0, 0)
+
+    def live_on(rank: TwinRank) -> None:
+        lease = computed[rank.rank]
+        other.append(range(1)) if rank.rank == 0 else None
+        assert rank.core.allocate(lease, PAGE) is None
+        assert rank.core.commit(lease, len(other), ("computed", "pass")).published_pages == 0
+        assert isinstance(rank.core.load(rank.core.lease(A, "later")), Shortfall)
+
+    twins.step(live_on)
+    for rank in twins.ranks:
+        assert not [e for e in rank.effects if isinstance(e, StartLoad | StartPrefetch | StartWriteBack)]
+    release(twins, computed, ("computed", "pass"))
+    release(twins, loading, ("loading", "pass"))
+    idle(twins, 50)
+    for rank in twins.ranks:
+        if job in rank.core.wire().rows:
+            rank.board.released(job)  # the hung copy has ended
+        rank.world.fire(("load", job))
+    idle(twins, 50)
+    for rank in twins.ranks:
+        assert rank.core.degraded, "final"
+
+
+@seeds
+def test_b16_a_refused_write_back_is_asked_again_by_the_next_that_passes(seed: int) -> None:
+    twins = stage(seed, host_pages=12)
+    first = publish(twins, A, "first")  # holds 10 of 12 host pages while its backup hangs
+    with_faults(twins, NEVER)
+    while not started(twins.ranks[0], StartBackup):
+        twins.step(lambda rank: None)
+    (backup,) = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
+    other = prompt_of(5 * PAGE + 1, 600)
+    second = publish(twins, other, "second")
+    assert not [e for rank in twins.ranks for e in rank.effects if isinstance(e, StartWriteBack)]
+    for rank in twins.ranks:
+        rank.board.done(backup.job, Phase.RUN, encode_result(10))
+        rank.board.released(backup.job)
+    with_faults(twins, CALM)
+    release(twins, first)
+    twins.settle()
+    idle(twins, 10)
+    assert not [e for rank in twins.ranks for e in rank.effects if isinstance(e, StartWriteBack)], "no timer asks"
+    passing = twins.step(lambda rank: rank.core.lease(other, "passing"))
+    assert all(len(started(rank, StartWriteBack)) == 1 for rank in twins.ranks)
+    twins.settle()
+    release(twins, passing)
+    release(twins, second, ("second", "pass"))
+    twins.settle()
+    twins.must_be_whole()
+
+
+def test_settled_names_the_pages_of_a_declined_prefetch() -> None:
+    twins = stage(0, stored=[])
+    (job, _) = twins.step(lambda rank: rank.core.prefetch(Prompt(range(40)), "p"))
+    settled: list[Settled] = []
+    while not settled:
+        twins.step(lambda rank: None)
+        settled = [e for e in twins.ranks[1].effects if isinstance(e, Settled)]
+    assert (settled[0].job, settled[0].pages) == (job, 0)
+    twins.must_be_whole()

@@ -1,0 +1,92 @@
+"""One composed random scenario on twin replicas: 300 operations, 200 seeds, lag 1 and 2; and its smaller relatives.
+
+A failing seed names the command that replays it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hicache_actors.testing.twins import TwinFailure, TwinOptions, main, run_auto, run_twins
+
+CHUNK = 20
+HAPPENED = (
+    "lease",
+    "load",
+    "prefetch",
+    "prefetch_stopped",
+    "acquire",
+    "acquire_cancelled",
+    "published",
+    "allocate_short",
+    "load_failed",
+    "emitted",
+    "withheld",
+    "reset",
+    "stored",
+    "drained",
+)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+def test_composed_scenario(first: int, lag: int) -> None:
+    stats: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        twins = run_twins(TwinOptions(seed=seed, lag=lag, check_every=4))
+        stats.update(twins.ranks[0].script.stats)
+    assert [what for what in HAPPENED if not stats[what]] == [], "the scenario has lost a part"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_check_holds_after_every_step(seed: int) -> None:
+    assert run_twins(TwinOptions(seed=seed, lag=1 + seed % 3)).steps > 50
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_three_ranks(seed: int) -> None:
+    assert len(run_twins(TwinOptions(seed=seed, ranks=3, operations=150, check_every=4)).ranks) == 3
+
+
+@pytest.mark.parametrize("first", range(0, 40, CHUNK))
+def test_auto_driver(first: int) -> None:
+    emitted = 0
+    for seed in range(first, first + CHUNK):
+        emitted += run_auto(TwinOptions(seed=seed, check_every=4)).script.stats["emitted"]
+    assert emitted
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("first", range(0, 40, CHUNK))
+def test_a_rank_whose_movers_die(first: int, lag: int) -> None:
+    degraded = 0
+    for seed in range(first, first + CHUNK):
+        twins = run_twins(TwinOptions(seed=seed, lag=lag, kill_step=20 + seed % 60, check_every=4))
+        assert len({rank.core.degraded for rank in twins.ranks}) == 1
+        degraded += twins.ranks[0].core.degraded
+    assert degraded > CHUNK // 2, "a rank that has died with work open takes all ranks with it"
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(8, 8), (4, 4), (4, 64), (64, 4)])
+def test_small_tables(slots: int, rows: int) -> None:
+    for seed in range(6):
+        twins = run_twins(TwinOptions(seed=seed, table_slots=slots, table_rows=rows, check_every=4))
+        assert not twins.needs_step
+
+
+@pytest.mark.parametrize(("device", "host"), [(40, 40), (96, 32), (48, 160)])
+def test_other_pool_sizes(device: int, host: int) -> None:
+    for seed in range(6):
+        twins = run_twins(TwinOptions(seed=seed, device_pages=device, host_pages=host, check_every=4))
+        assert not twins.needs_step
+
+
+def test_a_failure_names_its_replay_and_the_replay_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    options = TwinOptions(seed=3, lag=2, operations=40, host_pages=70)
+    command = options.command()
+    assert str(TwinFailure("diverged", options, 1, "here")).endswith(command)
+    assert command == "python -m hicache_actors.testing.twins --seed 3 --operations 40 --lag 2 --host-pages 70"
+    assert main(command.split()[3:]) == 0
+    assert capsys.readouterr().out.startswith("1 clean")
