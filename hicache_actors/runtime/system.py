@@ -149,7 +149,8 @@ class System:
     async def close(self) -> tuple[str, ...]:
         """Stop everything in order; -> names of what missed its deadline and was cancelled.  Idempotent, does not raise `failed`.
 
-        The stages run in the system's own task: a cancelled caller leaves early, but they go on.
+        Pipelines may run to their end; then each actor handles the control messages told before and discards its data lane,
+        asks in it get StoppedError.  The stages run in the system's own task: a cancelled caller leaves early, but they go on.
         """
         if self._task is None:
             self._state = "stopped"
