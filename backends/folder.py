@@ -219,6 +219,10 @@ class Folder:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return MISSING
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return MISSING  # a link: not ours
+            raise
         try:
             found = os.fstat(fd)
             if stat.S_ISDIR(found.st_mode):

@@ -1,0 +1,394 @@
+"""The file backend against a real disk: crash leftovers, damaged files, files that are not ours, and a disk that refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hicache_actors.backends import FileBackend, Stored
+from hicache_actors.backends.folder import QUARANTINE_KEEP
+from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.testing.backend_contract import content, room
+
+N_BYTES = 5000
+KEYS = [f"page{i}" for i in range(10)]
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers("test", 4)
+    yield workers
+    assert workers.close(10.0) == ()
+
+
+@pytest.fixture
+async def backend(tmp_path: Path, workers: Workers) -> AsyncIterator[FileBackend]:
+    backend = await opened(tmp_path, workers)
+    yield backend
+    await backend.close()
+
+
+async def opened(tmp_path: Path, workers: Workers) -> FileBackend:
+    backend = FileBackend(f"file://{tmp_path}/store", workers)
+    await backend.open()
+    return backend
+
+
+async def store(backend: FileBackend, keys: list[str], n_bytes: int = N_BYTES) -> list[Stored]:
+    return await backend.write(keys, [memoryview(content(key, n_bytes)) for key in keys])
+
+
+async def fetch(backend: FileBackend, keys: list[str]) -> list[bool]:
+    """Which keys are found; what is found is checked."""
+    buffers = room(len(keys), N_BYTES)
+    found = await backend.read(keys, buffers)
+    for key, buffer, ok in zip(keys, buffers, found, strict=True):
+        assert not ok or buffer == content(key, N_BYTES)
+    return found
+
+
+def file_of(tmp_path: Path, key: str) -> Path:
+    [file] = (tmp_path / "store").glob(f"objects/*/{key}.kv")
+    return file
+
+
+def files(tmp_path: Path, pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(tmp_path / "store")) for path in (tmp_path / "store").glob(pattern))
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------------------
+
+
+async def test_folders_and_files_are_private_and_sharded(tmp_path: Path, backend: FileBackend) -> None:
+    await store(backend, [f"k{i}" for i in range(300)])
+    paths = list((tmp_path / "store").rglob("*"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()} == {0o600}
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    assert len(files(tmp_path, "objects/*")) > 100
+    assert len(files(tmp_path, "objects/*/*.kv")) == 300
+    assert files(tmp_path, "tmp/*/*") == []
+
+
+async def test_an_existing_folder_keeps_its_permissions(tmp_path: Path, workers: Workers) -> None:
+    (tmp_path / "store").mkdir(0o750)
+    (tmp_path / "store").chmod(0o750)
+    await (await opened(tmp_path, workers)).close()
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o750
+
+
+async def test_a_path_with_spaces_and_percent_signs(tmp_path: Path, workers: Workers) -> None:
+    backend = FileBackend(f"file://{tmp_path}/a%20b%25", workers)
+    await backend.open()
+    await store(backend, ["k"])
+    await backend.close()
+    assert len(list((tmp_path / "a b%").glob("objects/*/k.kv"))) == 1
+
+
+async def test_files_that_are_not_ours_are_left_alone(tmp_path: Path, workers: Workers) -> None:
+    backend = await opened(tmp_path, workers)
+    await store(backend, ["k"])
+    await backend.close()
+    shard = file_of(tmp_path, "k").parent
+    root = tmp_path / "store"
+    foreign = [
+        root / "notes.txt",
+        root / "objects" / "readme.kv",
+        shard / "notes.txt",
+        shard / "elsewhere-by-its-name.kv",  # a good name, but in the wrong shard
+        shard / "bad name!.kv",
+        root / "tmp" / "plan.txt",
+        root / "quarantine" / "report.md",
+    ]
+    for path in foreign:
+        path.write_text("not ours")
+    (shard / "link.kv").symlink_to(root / "notes.txt")
+    (shard / "folder.kv").mkdir()
+
+    backend = await opened(tmp_path, workers)
+    keys = backend.keys()
+    assert [key async for key in keys] == ["k"]
+    assert backend.stats()["objects"] == 1
+    for _ in range(QUARANTINE_KEEP + 2):
+        await store(backend, ["bad"])
+        assert await backend.quarantine("bad")
+    await backend.clear()
+    await backend.close()
+    assert [path for path in foreign if path.read_text() != "not ours"] == []
+    assert (shard / "link.kv").is_symlink()
+    assert (shard / "folder.kv").is_dir()
+    assert files(tmp_path, "objects/*/k.kv") == []
+
+
+async def test_quarantine_keeps_the_newest_to_be_looked_at(tmp_path: Path, backend: FileBackend) -> None:
+    for i in range(QUARANTINE_KEEP + 5):
+        await backend.write(["bad"], [memoryview(i.to_bytes(4, "little"))])
+        assert await backend.quarantine("bad")
+    kept = sorted((tmp_path / "store" / "quarantine").iterdir(), key=lambda path: int(path.suffixes[-2][1:]))
+    numbers = [int.from_bytes(path.read_bytes(), "little") for path in kept]
+    assert numbers == list(range(5, QUARANTINE_KEEP + 5))
+    assert backend.stats()["quarantined"] == QUARANTINE_KEEP + 5
+
+
+@pytest.mark.parametrize("key", ["", "../up", "a/b", ".hidden", "nul\0", "ü", "k" * 201, "a b"])
+async def test_a_key_that_is_no_file_name_is_refused(backend: FileBackend, key: str) -> None:
+    with pytest.raises(BackendError, match="is no file name") as caught:
+        await store(backend, [key])
+    assert not caught.value.retryable
+    with pytest.raises(BackendError, match="is no file name"):
+        await fetch(backend, [key])
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["half", "longer", "empty", "folder", "symlink", "removed"])
+async def test_a_damaged_file_is_a_miss_and_can_be_written_anew(
+    tmp_path: Path, backend: FileBackend, damage: str
+) -> None:
+    await store(backend, KEYS)
+    sixth = file_of(tmp_path, KEYS[5])
+    if damage in ("half", "longer", "empty"):
+        whole = sixth.read_bytes()
+        sixth.write_bytes({"half": whole[: N_BYTES // 2], "longer": whole + b"x", "empty": b""}[damage])
+    else:
+        sixth.unlink()
+        if damage == "folder":
+            sixth.mkdir()
+        elif damage == "symlink":
+            sixth.symlink_to("/etc/passwd")
+    assert await fetch(backend, KEYS) == [True] * 5 + [False] + [True] * 4
+    assert await backend.exists(KEYS) == 5
+    if damage == "folder":
+        assert await store(backend, KEYS[:6]) == [Stored.PRESENT] * 5 + [Stored.FAILED]
+        assert "page5" in str(backend.stats()["last_error"])
+        sixth.rmdir()
+    assert (await store(backend, [KEYS[5]])) == [Stored.WRITTEN]
+    assert await fetch(backend, KEYS) == [True] * 10
+    assert await backend.exists(KEYS) == 10
+    torn = damage in ("half", "longer", "empty")
+    assert backend.stats()["torn"] == torn
+    assert len(files(tmp_path, "quarantine/*")) == torn
+
+
+async def test_a_restart_after_a_power_failure(tmp_path: Path, workers: Workers) -> None:
+    """Files whose blocks never reached the disk are empty; what a dead writer left in tmp is removed, and nothing else."""
+    backend = await opened(tmp_path, workers)
+    await store(backend, KEYS)
+    await backend.close()
+    file_of(tmp_path, KEYS[2]).write_bytes(b"")
+    dead = tmp_path / "store" / "tmp" / "0123456789abcdef"
+    dead.mkdir()
+    for i in range(3):
+        (dead / f"{KEYS[i]}.{i}.tmp").write_bytes(b"half an obj")
+
+    backend = await opened(tmp_path, workers)
+    assert await backend.exists(KEYS) == 2
+    assert backend.stats()["orphans_removed"] == 3
+    assert backend.stats()["torn"] == 1
+    assert not dead.exists()
+    assert await fetch(backend, KEYS) == [True] * 2 + [False] + [True] * 7
+    await backend.close()
+
+
+async def test_temporary_files_of_a_living_process_are_kept(tmp_path: Path, workers: Workers) -> None:
+    first = await opened(tmp_path, workers)
+    living = tmp_path / "store" / "tmp" / "living"
+    living.mkdir()
+    (living / "k.0.tmp").write_bytes(b"under way")
+    (living / "notes.txt").write_bytes(b"not ours")
+    lock = os.open(living, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    second = await opened(tmp_path, workers)
+    assert (living / "k.0.tmp").exists()
+    os.close(lock)
+    third = await opened(tmp_path, workers)
+    assert not (living / "k.0.tmp").exists()
+    assert (living / "notes.txt").exists()
+    for backend, key in ((first, "a"), (second, "b"), (third, "c")):
+        assert await store(backend, [key]) == [Stored.WRITTEN]
+        await backend.close()
+    assert files(tmp_path, "tmp/*") == ["tmp/living"]
+
+
+async def test_a_writer_that_is_killed_leaves_old_or_no_objects(tmp_path: Path, workers: Workers) -> None:
+    write_until_killed(f"file://{tmp_path}/store", n_batches=20)
+    backend = await opened(tmp_path, workers)
+    listed = backend.keys()
+    keys = sorted([key async for key in listed])
+    assert len(keys) >= 20 * 8
+    assert all(await fetch(backend, keys))
+    assert files(tmp_path, "tmp/*/*") == []
+    await backend.close()
+
+
+def write_until_killed(url: str, n_batches: int) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, url], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    for _ in range(n_batches):
+        assert writer.stdout.readline() == "batch\n"
+    writer.kill()
+    writer.wait()
+    writer.stdout.close()
+
+
+ENDLESS_WRITER = """
+import asyncio, itertools, sys
+from hicache_actors.backends import FileBackend
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.testing.backend_contract import content
+
+async def main():
+    backend = FileBackend(sys.argv[1], Workers("writer", 4))
+    await backend.open()
+    for batch in itertools.count():
+        keys = [f"b{batch}-{i}" for i in range(8)]
+        await backend.write(keys, [memoryview(content(key, 5000)) for key in keys])
+        print("batch", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_folder_is_removed_under_a_running_store(tmp_path: Path, backend: FileBackend) -> None:
+    await store(backend, KEYS)
+    for path in sorted((tmp_path / "store").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "store").rmdir()
+    assert await fetch(backend, KEYS) == [False] * 10
+    assert await backend.exists(KEYS) == 0
+    assert not await backend.quarantine(KEYS[0])
+    assert await store(backend, KEYS) == [Stored.WRITTEN] * 10
+    assert await fetch(backend, KEYS) == [True] * 10
+
+
+async def test_files_vanish_between_exists_and_read(tmp_path: Path, backend: FileBackend) -> None:
+    """`exists` is a hint; a miss on read corrects it."""
+    await store(backend, KEYS)
+    file_of(tmp_path, KEYS[3]).unlink()
+    assert await backend.exists(KEYS) == 10
+    assert await fetch(backend, KEYS) == [True] * 3 + [False] + [True] * 6
+    assert await backend.exists(KEYS) == 3
+    assert backend.stats()["objects"] == 9
+    assert backend.stats()["bytes"] == 9 * N_BYTES
+
+
+async def test_two_instances_on_one_folder(tmp_path: Path, workers: Workers) -> None:
+    one, other = await opened(tmp_path, workers), await opened(tmp_path, workers)
+    outcomes: list[Stored] = []
+
+    async def write(backend: FileBackend) -> None:
+        outcomes.extend(await store(backend, KEYS))
+
+    async with anyio.create_task_group() as group:
+        for backend in (one, other) * 3:
+            group.start_soon(write, backend)
+    assert Stored.FAILED not in outcomes
+    assert await other.exists(KEYS) == await one.exists(KEYS) == 10
+    await one.delete(KEYS)
+    assert await fetch(other, KEYS) == [False] * 10
+    assert await other.exists(KEYS) == 0
+    await one.close()
+    await other.close()
+
+
+# -- a disk that refuses ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_files_only() -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow beyond 64 KiB: a real error in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files_only")
+async def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path, backend: FileBackend) -> None:
+    with pytest.raises(BackendError, match=r"file write: OSError.*File too large") as caught:
+        await store(backend, ["big"], 100_000)
+    assert not caught.value.retryable
+    assert files(tmp_path, "tmp/*/*") == files(tmp_path, "objects/*/*") == []
+    assert backend.stats()["write_errors"] == 1
+    assert "File too large" in str(backend.stats()["last_error"])
+
+
+@pytest.mark.usefixtures("small_files_only")
+async def test_one_object_that_fails_does_not_spoil_its_batch(backend: FileBackend) -> None:
+    buffers = [memoryview(content(key, n_bytes)) for key, n_bytes in (("a", N_BYTES), ("big", 100_000), ("c", N_BYTES))]
+    assert await backend.write(["a", "big", "c"], buffers) == [Stored.WRITTEN, Stored.FAILED, Stored.WRITTEN]
+    assert await fetch(backend, ["a", "c"]) == [True, True]
+    assert await backend.exists(["big"]) == 0
+
+
+async def test_without_descriptors_calls_fail_and_recover(backend: FileBackend) -> None:
+    await store(backend, KEYS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(BackendError, match="Too many open files") as caught:
+            await backend.read(KEYS, room(10, N_BYTES))
+        with pytest.raises(BackendError, match="Too many open files"):
+            await store(backend, ["new"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.retryable
+    assert backend.stats()["read_errors"] == 10
+    assert await fetch(backend, KEYS) == [True] * 10
+    assert await store(backend, ["new"]) == [Stored.WRITTEN]
+
+
+async def test_a_shard_that_is_no_folder(tmp_path: Path, backend: FileBackend) -> None:
+    await store(backend, ["a"])
+    shard = file_of(tmp_path, "a").parent
+    (shard / "a.kv").unlink()
+    shard.rmdir()
+    shard.write_bytes(b"in the way")
+    with pytest.raises(BackendError, match="NotADirectoryError") as caught:
+        await store(backend, ["a"])
+    assert not caught.value.retryable
+    assert files(tmp_path, "tmp/*/*") == []
+    with pytest.raises(BackendError, match="NotADirectoryError"):
+        await fetch(backend, ["a"])
+    await backend.clear()
+    assert shard.read_bytes() == b"in the way"
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("file:///", "names no folder"),
+        ("file://relative/path", "names a host"),
+        ("file:///tmp/x?slab=1", "unknown option 'slab'"),
+        ("file:///tmp/x#1", "fragment"),
+        ("memory://", "not a file URL"),
+    ],
+)
+def test_a_url_that_cannot_be_honoured(url: str, problem: str, workers: Workers) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        FileBackend(url, workers)
+    assert caught.value.field == "storage.url"
+    assert caught.value.value == url
+    assert caught.value.allowed
+
+
+@pytest.mark.parametrize("path", ["/proc/hicache", "/etc/hostname", "/etc/hostname/below", "/dev/null"])
+async def test_a_folder_that_cannot_be(path: str, workers: Workers) -> None:
+    with pytest.raises(ConfigError, match="cannot be used as a folder") as caught:
+        await FileBackend(f"file://{path}", workers).open()
+    assert caught.value.field == "storage.url"
+    assert "fix: " in str(caught.value)
