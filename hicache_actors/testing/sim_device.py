@@ -72,6 +72,7 @@ class SimStream(ControlledStream):
         self._queue: deque[_Item] = deque()
         self._running: tuple[SimTicket, Work, BaseException | None] | None = None  # with its planned failure
         self._timer: asyncio.TimerHandle | None = None  # of the running work
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the timer
         self._awaited: Event | None = None
         self._dropped: BaseException | None = None
         self._drops = 0
@@ -101,6 +102,7 @@ class SimStream(ControlledStream):
         if self._running is not None:
             tickets.insert(0, self._running[0])
         self._queue.clear()
+        self._awaited = None
         self.failed += len(tickets)
         self._drops += len(tickets)
         for ticket in tickets:
@@ -108,14 +110,14 @@ class SimStream(ControlledStream):
 
     def hurry(self, budget_s: float) -> float | None:
         """End the running work, or do the next item, now -> its duration; None if there is none that fits or may pass."""
-        if self._timer is not None and self._running is not None:
-            rest_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+        if self._timer is not None and self._loop is not None:
+            rest_s = max(0.0, self._timer.when() - self._loop.time())
             if rest_s > budget_s:
                 return None
             self._timer.cancel()
             self._end()
             return rest_s
-        if self._awaited is not None and has_fired(self._awaited):
+        if self._awaited is not None and self._over(self._awaited):
             self._awaited = None
             self._advance()
             return 0.0
@@ -148,7 +150,8 @@ class SimStream(ControlledStream):
             elif work is not None and ticket is not None:
                 self._running = ticket, work, self._device.take_fault(self.name)
                 duration_s = self._device.duration_s(self.name, work.nbytes)
-                self._timer = asyncio.get_running_loop().call_later(duration_s, self._end)
+                self._loop = asyncio.get_running_loop()
+                self._timer = self._loop.call_later(duration_s, self._end)
             elif ticket is not None:
                 ticket.finish()
 
@@ -180,15 +183,17 @@ class SimStream(ControlledStream):
             loop.call_later(POLL_S, self._poll, event)
 
     def _poll(self, event: Event) -> None:
+        if self._over(event):
+            self._resume(event)
+        elif self._awaited is event:
+            asyncio.get_running_loop().call_later(POLL_S, self._poll, event)
+
+    def _over(self, event: Event) -> bool:
         try:
-            over = has_fired(event)
+            return has_fired(event)
         except Exception as error:
             self._device.lose(TransferError(f"an event that stream {self.name} waits for failed: {error}"))
-            return
-        if over:
-            self._resume(event)
-        elif not self._dropped:
-            asyncio.get_running_loop().call_later(POLL_S, self._poll, event)
+            return False
 
     def _resume(self, event: Event) -> None:
         if self._awaited is event:
