@@ -113,7 +113,7 @@ class PagedModel:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
-    def prefill(self, token_ids: Sequence[int], cache: Cache, *, chunk_tokens: int = 512) -> torch.Tensor:
+    def prefill(self, token_ids: Sequence[int], cache: Cache, chunk_tokens: int = 512) -> torch.Tensor:
         """Run what ``cache`` lacks of a whole prompt, ``chunk_tokens`` at a time -> logits [vocabulary] of the last token."""
         start = cache.get_seq_length()
         if start >= len(token_ids):
