@@ -6,13 +6,20 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Mapping
+from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from hicache_actors.core.words import Slots
 from hicache_actors.errors import ConfigError, StoppedError
 from hicache_actors.memory.kv import Raw, raw_view, torch_dtype
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
+
+MAGIC_BYTES: Final = 8
+"""Length of the magic that opens an object's header (`hicache_actors.backends.objects`)."""
 
 _KEPT: list[mmap.mmap] = []
 """Mappings that were closed while somebody might still touch them: mapped until the process ends."""
@@ -32,7 +39,7 @@ class HostMemory:
         self.slots = slots
         try:
             mapping = mmap.mmap(-1, slots * layout.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(
                 "host.pages",
                 slots,
@@ -46,6 +53,8 @@ class HostMemory:
         self._mapping: mmap.mmap | None = mapping
         self._bytes: memoryview | None = memoryview(mapping)
         self._layers, self._raw = _views(mapping, layout, slots)
+        rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)
+        self._magic: NDArray[np.uint8] | None = rows[:, :MAGIC_BYTES]
 
     @property
     def shape(self) -> KVShape:
@@ -67,6 +76,13 @@ class HostMemory:
         """The payload of a slot, writable."""
         return self._run(slot, self.layout.header_bytes)
 
+    def clear_headers(self, slots: Slots) -> None:
+        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing for raw objects."""
+        if self._magic is None:
+            raise StoppedError("the host memory is closed")
+        if self.layout.header_bytes:
+            self._magic[np.frombuffer(slots, dtype=np.uint32)] = 0
+
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """(K, V), or (latent,): strided views [slots, page_size, heads, head_dim] of all slots."""
         if not self._layers:
@@ -86,7 +102,7 @@ class HostMemory:
         `mapped` counts it.  Without it, views that somebody still holds keep it mapped until they are gone.
         """
         mapping, self._mapping = self._mapping, None
-        self._bytes, self._layers, self._raw = None, (), ()
+        self._bytes, self._magic, self._layers, self._raw = None, None, (), ()
         if mapping is None:
             return True
         if keep_mapped:

@@ -51,7 +51,7 @@ class Completion:
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._waiter: threading.Event | None = None
 
     @property
@@ -88,7 +88,7 @@ class Completion:
             waiter = self._waiter
         return waiter.wait(timeout_s)
 
-    def add_callback(self, callback: Callable[[], None]) -> None:
+    def add_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once at the end: on the finishing thread, or at once on this one if it has come already.
 
         It must be short and must not block.  What it raises is logged: it must not stop the thread that finished.
@@ -100,7 +100,7 @@ class Completion:
         _call(callback)
 
 
-def _call(callback: Callable[[], None]) -> None:
+def _call(callback: Callable[[], object]) -> None:
     try:
         callback()
     except Exception:

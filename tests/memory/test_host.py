@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hicache_actors.errors import ConfigError, StoppedError
+from hicache_actors.memory import host as host_module
+from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.shapes import KVShape
+
+SHAPE = KVShape(layers=3, kv=2, heads=2, head_dim=8, dtype="bfloat16", page_size=4)
+
+
+def test_slots_are_aligned_runs_of_one_mapping() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    assert host.nbytes == 5 * host.layout.slot_bytes
+    assert "20 tokens" in host.describe()
+    for slot in range(5):
+        assert len(host.object(slot)) == host.layout.object_bytes
+        assert len(host.header(slot)) == 4096
+        assert len(host.payload(slot)) == SHAPE.page_bytes
+        assert host.layer(0)[0][slot].data_ptr() % 4096 == 0
+    assert host.object(0).contiguous
+    assert not host.object(0).readonly
+
+
+def test_views_and_memoryviews_are_the_same_bytes() -> None:
+    host = HostMemory(SlotLayout(SHAPE, header_bytes=0), 5)
+    host.layer(2)[1][3].fill_(1.0)
+    half = SHAPE.page_bytes // 2
+    run = SHAPE.page_bytes // 6
+    assert bytes(host.payload(3)) == bytes(half + 2 * run) + b"\x80\x3f" * (run // 2)
+    host.payload(3)[:run] = bytes(range(256))[:run]
+    assert host.layer(0)[0][3].contiguous().view(torch.uint8).flatten().tolist() == list(range(256))[:run]
+    assert bytes(host.object(2)) == bytes(host.layout.object_bytes)
+    assert len(host.header(2)) == 0
+
+
+def test_slots_outside_are_refused() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    for slot in (5, -1):
+        with pytest.raises(IndexError, match="of 5"):
+            host.object(slot)
+    with pytest.raises(ConfigError, match=r"host\.pages"):
+        HostMemory(SlotLayout(SHAPE), 0)
+
+
+@pytest.mark.parametrize("slots", [2**40, 2**60])
+def test_memory_that_cannot_be_mapped_is_refused_with_the_fix(slots: int) -> None:
+    with pytest.raises(ConfigError, match="could not be mapped") as caught:
+        HostMemory(SlotLayout(SHAPE), slots)
+    assert "lower host.pages" in str(caught.value)
+
+
+def test_close_unmaps() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    assert host.close()
+    assert host.close()
+    for use in (lambda: host.object(0), lambda: host.layer(0), lambda: host.raw(0)):
+        with pytest.raises(StoppedError):
+            use()
+
+
+def test_views_that_somebody_holds_keep_it_mapped() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    run, tensor = host.payload(1), host.layer(0)[0]
+    assert not host.close()
+    tensor[1].fill_(1.0)  # a late write lands where it always did
+    assert bytes(run[0:2]) == b"\x80\x3f"
+
+
+def test_what_must_stay_mapped_is_counted() -> None:
+    before = HostMemory.mapped()
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    nbytes = host.nbytes
+    assert not host.close(keep_mapped=True)
+    after = HostMemory.mapped()
+    assert after["kept_mappings"] == before["kept_mappings"] + 1
+    assert after["kept_bytes"] == before["kept_bytes"] + nbytes
+    host_module._KEPT.pop()
+
+
+def test_memory_made_in_inference_mode_is_writable_outside() -> None:
+    with torch.inference_mode():
+        host = HostMemory(SlotLayout(SHAPE), 5)
+    host.layer(0)[0].fill_(2.0)
+    assert host.layer(0)[0].sum() == 2 * 5 * 4 * 2 * 8
+
+
+def test_a_dropped_pool_leaves_no_mapping() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    assert host._mapping is not None
+    mapping = weakref.ref(host._mapping)
+    del host
+    gc.collect()
+    assert mapping() is None

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hicache_actors.core.words import Slots, pack_slots
+from hicache_actors.errors import StoppedError, UsageError
+from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.transfer.plan import BATCH_BYTES, CopyPlan, batches
+
+SHAPE = KVShape(layers=2, kv=2, heads=1, head_dim=4, dtype="uint8", page_size=2)
+
+
+def sides(pages: int) -> tuple[KVTensors, HostMemory]:
+    return KVTensors.make(SHAPE, pages), HostMemory(SlotLayout(SHAPE), pages)
+
+
+@pytest.mark.parametrize(
+    ("pages", "page_bytes", "lengths"),
+    [
+        (0, 100, []),
+        (64, 100, [64]),
+        (130, 100, [64, 64, 2]),
+        (5, BATCH_BYTES // 2, [2, 2, 1]),
+        (2, BATCH_BYTES + 1, [1, 1]),
+    ],
+)
+def test_batches_hold_64_pages_and_32_mib(pages: int, page_bytes: int, lengths: list[int]) -> None:
+    cut = batches(pack_slots(range(pages)), page_bytes)
+    assert [len(batch) for batch in cut] == lengths
+    assert [page for batch in cut for page in batch] == list(range(pages))
+
+
+def test_work_counts_its_bytes() -> None:
+    kv, host = sides(100)
+    plan = CopyPlan(kv, pack_slots(range(100)), host, pack_slots(range(100)))
+    assert (plan.pages, plan.nbytes, plan.layers) == (100, 100 * SHAPE.page_bytes, range(2))
+    assert plan.work().nbytes == plan.nbytes
+    assert plan.work(range(1), 1).nbytes == 36 * SHAPE.layer_page_bytes
+
+
+def test_an_empty_plan_moves_nothing() -> None:
+    kv, host = sides(3)
+    plan = CopyPlan(kv, b"", host, b"")
+    assert plan.batches == ()
+    plan.work().run()
+    assert plan.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (pack_slots([1, 2]), pack_slots([1]), "2 source pages for 1 target"),
+        (pack_slots([1, 5]), pack_slots([1, 2]), "source slot 5 of a pool of 5"),
+        (pack_slots([1]), pack_slots([7]), "target slot 7"),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(source: Slots, target: Slots, words: str) -> None:
+    kv, host = sides(5)
+    with pytest.raises(UsageError, match=words):
+        CopyPlan(kv, source, host, target)
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    kv, _ = sides(5)
+    other = HostMemory(SlotLayout(KVShape(2, 2, 1, 4, "int8", 2)), 5)
+    with pytest.raises(UsageError, match="cannot copy pages"):
+        CopyPlan(kv, pack_slots([1]), other, pack_slots([1]))
+
+
+def test_work_after_close_is_refused() -> None:
+    kv, host = sides(5)
+    work = CopyPlan(kv, pack_slots([1]), host, pack_slots([1])).work()
+    host.close()
+    with pytest.raises(StoppedError):
+        work.run()
+
+
+def test_no_python_runs_per_page() -> None:
+    """Ten times the pages in the same count of batches: the same count of Python calls, to plan and to run."""
+
+    def calls(pages: int) -> int:
+        kv, host = sides(640)
+        count = 0
+
+        def count_call(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        source, target = pack_slots(range(pages)[::-1]), pack_slots(range(pages))
+        sys.setprofile(count_call)
+        try:
+            CopyPlan(kv, source, host, target).work().run()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(6) == calls(60)
