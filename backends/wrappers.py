@@ -9,8 +9,8 @@ import enum
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import anyio
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
 
 Verb: TypeAlias = Literal["exists", "read", "write"]
-_READS: Final[tuple[Verb, ...]] = ("read",)
 
 
 class Wrapper(Backend):
@@ -227,7 +226,7 @@ class Hanging(Wrapper):
     def __init__(
         self,
         inner: Backend,
-        verbs: Collection[Verb] = _READS,
+        verbs: Iterable[Verb] = ("read",),
         *,
         first_call: int = 1,
         workers: Workers | None = None,
