@@ -73,7 +73,7 @@ class ShapeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """Element type by its torch name, e.g. 'bfloat16'."""
 
-    kv: int = 2
+    kv: Literal[1, 2] = 2
     """2: K and V.  1: one MLA tensor a layer.  Default: 2."""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -60,6 +62,20 @@ def test_the_map_of_folders_is_complete() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_backend_that_is_documented_passes_the_contract(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "writing-a-backend.md").read_text()
+    backend, suite = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "test_documented.py").write_text(backend + "\n\n" + suite)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nanyio_mode = auto\nfilterwarnings = error\n")
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n\n\n@pytest.fixture\ndef anyio_backend():\n    return 'asyncio'\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def test_make_help_names_the_commands_of_the_readme() -> None:
