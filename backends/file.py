@@ -179,6 +179,8 @@ class FileBackend(Backend):
 class _Lent(Executor):
     """The cache's threads as aiofiles wants to see them: a hung call in its own would keep the process from exiting."""
 
+    threadless = True  #: on a loop without threads this works as `Workers` do
+
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 

@@ -69,6 +69,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        if getattr(executor, "threadless", False):  # lent by `Workers`, which run on this loop here
+            return super().run_in_executor(executor, func, *args)
         raise UsageError("threads do not run in virtual time: use Workers, or a real loop")
 
     def _run_once(self) -> None:

@@ -89,6 +89,25 @@ class TestReleasedHangingFile(TestFile):
         return hanging
 
 
+def on(anyio_backend: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("anyio_backend", [anyio_backend], indirect=True, scope="module")
+
+
+@on("uvloop")
+class TestFileOnUvloop(TestFile):
+    pass
+
+
+@on("virtual:3")
+class TestFileInVirtualTime(TestFile):
+    """Workers run their calls on the loop there, so that a whole cache with files can be tested in virtual time."""
+
+
+@on("virtual:4")
+class TestMemoryInVirtualTime(TestMemory):
+    pass
+
+
 class CountingBackend(MemoryBackend):
     """Answers `exists` with a count, as many stores do, where the leading run is asked for."""
 

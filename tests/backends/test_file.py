@@ -16,6 +16,7 @@ import pytest
 
 from hicache_actors.backends import FileBackend, Stored
 from hicache_actors.backends.folder import QUARANTINE_KEEP
+from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal, seal_many, verify_many
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import content, room
@@ -179,6 +180,38 @@ async def test_a_damaged_file_is_a_miss_and_can_be_written_anew(
     torn = damage in ("half", "longer", "empty")
     assert backend.stats()["torn"] == torn
     assert len(files(tmp_path, "quarantine/*")) == torn
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "another namespace", "another page", "zeros"])
+async def test_what_only_the_checksum_finds(tmp_path: Path, backend: FileBackend, damage: str) -> None:
+    """An object of the right length passes the store; `verify` finds it out, and quarantine makes room for a good one."""
+    ours, theirs = b"o" * 16, b"t" * 16
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    objects = room(4, HEADER_BYTES + 1000)
+    seal_many(objects, ours, hashes)
+    await backend.write(KEYS[:4], objects)
+    third = file_of(tmp_path, KEYS[2])
+    data = bytearray(third.read_bytes())
+    if damage == "flipped bit":
+        data[-7] ^= 4
+    elif damage == "another namespace":
+        seal(memoryview(data), theirs, hashes[2])
+    elif damage == "another page":
+        data[:] = file_of(tmp_path, KEYS[3]).read_bytes()
+    else:
+        data[:] = bytes(len(data))
+    third.write_bytes(data)
+
+    back = room(4, HEADER_BYTES + 1000)
+    assert await backend.read(KEYS[:4], back) == [True] * 4
+    bad = {"another namespace": Verdict.FOREIGN, "zeros": Verdict.EMPTY}.get(damage, Verdict.CORRUPT)
+    assert verify_many(back, ours, hashes) == [Verdict.OK, Verdict.OK, bad, Verdict.OK]
+    assert await backend.quarantine(KEYS[2])
+    assert [path.read_bytes() for path in (tmp_path / "store" / "quarantine").iterdir()] == [data]
+    assert await backend.exists(KEYS[:4]) == 2
+    assert await backend.write(KEYS[:4], objects) == [Stored.PRESENT] * 2 + [Stored.WRITTEN] + [Stored.PRESENT]
+    assert await backend.read(KEYS[:4], back) == [True] * 4
+    assert verify_many(back, ours, hashes) == [Verdict.OK] * 4
 
 
 async def test_a_restart_after_a_power_failure(tmp_path: Path, workers: Workers) -> None:
