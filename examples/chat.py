@@ -78,7 +78,7 @@ class Demo:
                 for step in steps.split():
                     turn = await self.serve(cache, engine, step[0], int(step[1:]))
                     turn.restarted = life > 0
-                    self.recompute(engine, turn)
+                    await asyncio.to_thread(self.recompute, engine, turn)
                     self.turns.append(turn)
                     self.say(f"[{len(self.turns):2}/{n_turns}] {turn.summary()}  {self.text_of(turn)}")
                 left_pages = await cache.drain(deadline_s=30.0)

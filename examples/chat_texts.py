@@ -14,7 +14,8 @@ SYSTEM = (
     "you used. If the document does not say it, say so. Never invent function names. Write plain English sentences, no lists, "
     "no code. Give the most important fact first. Mention limits and exceptions when the document states them. Do not repeat "
     "the question. Keep each answer below forty words. When two sections disagree, prefer the later one and say that they "
-    "disagree."
+    "disagree. When the question is unclear, answer the most likely meaning and state which one you chose. Quote short phrases "
+    "only, and only when the exact wording matters. If a version of Python is named, repeat it in the answer."
 )
 TOPICS = ("assignment", "compound", "formatstrings", "specialnames", "typesseq", "types")
 QUESTIONS = (
