@@ -321,9 +321,10 @@ class DeviceContract:
         gate.allow()
         await waiters[0]
         gate.allow()
-        for waiter in waiters[1:]:
-            with pytest.raises(TransferError, match="planted"):
-                await waiter
+        async with asyncio.timeout(60.0):
+            for waiter in waiters[1:]:
+                with pytest.raises(TransferError, match="planted"):
+                    await waiter
         assert waits.error is error
         assert not any(waits.done(layer) for layer in plan.layers)
         with pytest.raises(TransferError):

@@ -16,7 +16,12 @@ ORDERS: tuple[Order, ...] = ("page_first_direct", "page_first")
 STRIDES = ("contiguous", "page_major", "head_major", "padded")
 """One tensor a layer; all layers of a page together (views of one tensor); heads before tokens; every other element."""
 
-PLACES = {"scattered": ([7, 2, 11, 3, 0], [8, 1, 4, 0, 6]), "runs": ([4, 5, 6], [1, 2, 3])}
+PLACES = {
+    "scattered": ([7, 2, 11, 3, 0], [8, 1, 4, 0, 6]),
+    "runs": ([4, 5, 6], [1, 2, 3]),
+    "run_to_rising": ([4, 5, 6], [1, 3, 8]),
+    "single": ([11], [0]),
+}
 """Device pages and host slots of a copy."""
 
 
