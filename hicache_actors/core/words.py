@@ -98,7 +98,7 @@ class Shortfall(msgspec.Struct, frozen=True):
     themselves (limbo, and pages pinned by jobs only), so a later try may pass without anybody releasing a lease.
     """
 
-    reason: Literal["device_capacity", "host_capacity", "degraded", "after_allocate", "load_failed"]
+    reason: Literal["device_capacity", "host_capacity", "degraded", "after_allocate", "load_failed", "reset"]
     missing_pages: int = 0
     freeing_pages: int = 0
 

@@ -1,0 +1,61 @@
+"""The settings that Core decides by.  They must be equal on all ranks."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from hicache_actors.core.order import ORDERS
+from hicache_actors.errors import ConfigError
+
+WritePolicy = Literal["write_through", "none"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+
+
+class CoreConfig(msgspec.Struct, frozen=True):
+    """Validated at construction: a value that cannot be honoured raises `ConfigError`.
+
+    ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.  ``storage=False``: no prefetch, no
+    backup.  ``table_slots`` and ``table_rows`` are the places of jobs on the wire (HIT or RESULT values, RELEASED elements).
+    ``retry_delays_s`` are those of failed backups, on the agreed clock; their number is the number of retries.
+    """
+
+    page_size: int
+    device_pages: int
+    host_pages: int
+    write_policy: WritePolicy = "write_through"
+    eviction: str = "lru"
+    storage: bool = True
+    prefetch_threshold_tokens: int = 256
+    prefetch_policy: PrefetchPolicy = "timeout"
+    retry_delays_s: tuple[float, ...] = (1, 4, 16)
+    table_slots: int = 64
+    table_rows: int = 64
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("page_size", 1),
+            ("device_pages", 1),
+            ("host_pages", 0),
+            ("prefetch_threshold_tokens", 0),
+            ("table_slots", 2),
+            ("table_rows", 2),
+        ):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise ConfigError(field, value, f"must be an integer >= {least}")
+        for field, allowed in (
+            ("write_policy", get_args(WritePolicy)),
+            ("eviction", tuple(ORDERS)),
+            ("prefetch_policy", get_args(PrefetchPolicy)),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ConfigError(field, getattr(self, field), "unknown", allowed=allowed)
+        if any(delay <= 0 for delay in self.retry_delays_s):
+            raise ConfigError("retry_delays_s", self.retry_delays_s, "a delay must be positive")
+
+    @property
+    def threshold_pages(self) -> int:
+        """The shortest run worth a prefetch."""
+        return max(1, -(-self.prefetch_threshold_tokens // self.page_size))

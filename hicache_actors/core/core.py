@@ -1,0 +1,317 @@
+"""Core: the replicated state of the cache, one pure and synchronous object.
+
+Three inputs change it: an engine call, an agreed completion, the agreed clock (both through `Core.apply`).  It returns effects
+(`take_effects`) and starts nothing itself; it does no I/O and reads no clock.  Equal inputs in equal order give equal state on all
+ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py`).
+
+Where things are decided: walking and splitting in `tree`, eviction in `state.make_room` and `order`, pins and failed residencies in
+`pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back and backup in `saving`,
+waiters in `waiting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hicache_actors.core import check as _check
+from hicache_actors.core import usage as _usage
+from hicache_actors.core.config import CoreConfig
+from hicache_actors.core.fetch import Fetches
+from hicache_actors.core.jobs import Wire
+from hicache_actors.core.leases import CoreLease, Leases
+from hicache_actors.core.loads import Loads
+from hicache_actors.core.node import PLACES
+from hicache_actors.core.saving import Saving
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.waiting import Waiting
+from hicache_actors.core.words import (
+    DEVICE,
+    Committed,
+    Effect,
+    Failure,
+    LoadResult,
+    Match,
+    Phase,
+    Settled,
+    Shortfall,
+    Slots,
+    Tokens,
+    decode_result,
+)
+
+
+class Core:
+    """See the module.  Counts of hits are in tokens, cumulative, multiples of ``page_size``."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.state = State(config)
+        self._saving = Saving(self.state)
+        self._fetches = Fetches(self.state)
+        self._loads = Loads(self.state)
+        self._leases = Leases(self.state, self._loads, self._fetches)
+        self._waiting = Waiting(self.state, self._leases, self._fetches, self._saving)
+
+    # -- sections -----------------------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        now_ms: int,
+        values: Iterable[tuple[int, Phase, int]],
+        released: Iterable[int],
+        intents: Iterable[Callable[[Core], object]] = (),
+        alive: bool = True,
+    ) -> None:
+        """Take in what has been agreed.  ``values``: (job, HIT or RUN, HIT pages or `encode_result`); ``released``: jobs.
+
+        Order: alive, clock, values by job, RELEASED by job, due retries, settled acquires, intents as listed.  A value whose job
+        has left that phase, or has ended, is dropped.
+        """
+        state = self.state
+        if not alive:
+            self.degrade()
+        state.now_ms = max(state.now_ms, now_ms)
+        self._waiting.on_apply()
+        for job_id, phase, value in sorted(values):
+            job = state.jobs.open.get(job_id)
+            if job is None or job.phase is not phase or phase is Phase.LIMBO:
+                continue
+            state.note(Note.HIT if phase is Phase.HIT else Note.RESULT, job_id, value)
+            if phase is Phase.HIT:
+                job.on_hit(value)
+            else:
+                job.on_result(*decode_result(value))
+        for job_id in sorted(released):
+            job = state.jobs.open.get(job_id)
+            if job is not None and job.phase is Phase.LIMBO:
+                state.note(Note.RELEASED, job_id)
+                state.close(job)
+        if not state.degraded:
+            self._saving.retry_due()
+        self._waiting.settle_acquires()
+        for intent in intents:
+            intent(self)
+
+    def end_section(self) -> None:
+        """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
+        self._waiting.settle_acquires()
+        self._saving.end_section()
+        self._leases.end_section()
+        self._waiting.end_section()
+        if self.state.tree.has_garbage:
+            self.state.tree.cut_garbage()
+
+    def take_effects(self) -> list[Effect]:
+        """Close the section -> what is to be started or woken, in order.  Each effect is returned once."""
+        self.end_section()
+        effects, self.state.effects = self.state.effects, []
+        return effects
+
+    def wire(self) -> Wire:
+        """Who answers where in the next round.  Call it after `take_effects`."""
+        return self.state.jobs.wire()
+
+    @property
+    def needs_step(self) -> bool:
+        """A job is open: rounds must go on.  Replicated."""
+        return bool(self.state.jobs.open)
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When the agreed clock has something to do (a retry; the rest of a reset: now), or None."""
+        return self.state.now_ms if self.state.tree.has_garbage else self._saving.next_due_ms
+
+    @property
+    def page_size(self) -> int:
+        return self.config.page_size
+
+    @property
+    def now_ms(self) -> int:
+        return self.state.now_ms
+
+    @property
+    def epoch(self) -> int:
+        return self.state.epoch
+
+    @property
+    def degraded(self) -> bool:
+        return self.state.degraded
+
+    @property
+    def log_digest(self) -> int:
+        """Rolling digest of all decisions so far, 32 bits; it travels with each round."""
+        return self.state.log_digest
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counters by name, since open."""
+        return self.state.counts
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Tokens) -> Match:
+        """How much of the prompt is where.  Changes nothing: no split, no pin, no touch."""
+        page = self.config.page_size
+        ready, present, depth, hint = self.state.tree.match(
+            tokens.packed, tokens.scope, max(0, (len(tokens) - 1) // page)
+        )
+        return Match(ready * page, present * page, depth * page, hint * page)
+
+    def lease(self, tokens: Tokens, rid: str, priority: int = 0) -> CoreLease:
+        """Pin what is on the device, filling pages included, for request ``rid``.
+
+        :raises UsageError: ``rid`` has a lease already.
+        """
+        return self._leases.lease(tokens, rid, priority)
+
+    def load(self, lease: CoreLease, max_tokens: int | None = None) -> tuple[int, ...] | Shortfall:
+        """Load what the host holds beyond the lease's pages (at most ``max_tokens``), all of it or nothing; may be called again.
+
+        -> the load jobs that the lease waits for, joined ones included (maybe none), or a `Shortfall`; that has evicted nothing.
+
+        :raises UsageError: the lease has been released.
+        """
+        return self._leases.load(lease, max_tokens)
+
+    def load_result(self, job: int) -> LoadResult | None:
+        """The verdict of a load: None until its RESULT has been applied.  Answerable until everybody has dropped it."""
+        return self._loads.result(job)
+
+    def forget_load(self, job: int) -> None:
+        """Drop a verdict: to be called once for each lease that had ``job`` in its ``loads``."""
+        self._loads.forget(job)
+
+    def allocate(self, lease: CoreLease, n_tokens: int) -> Shortfall | None:
+        """Append private pages for ``n_tokens`` tokens beyond ``capacity_tokens`` to ``lease.pages``, evicting if need be.
+
+        A `Shortfall` has changed and evicted nothing.
+
+        :raises UsageError: the lease has been released, or a negative count.
+        """
+        return self._leases.allocate(lease, n_tokens)
+
+    def commit(self, lease: CoreLease, n_tokens: int, after: object | None = None) -> Committed:
+        """Tokens [0, n_tokens) of the prompt are computed once ``after`` has fired: publish their whole pages.
+
+        :raises UsageError: the lease has been released, or more tokens than it has room for or than the prompt holds.
+        """
+        return self._leases.commit(lease, n_tokens, after)
+
+    def hold(self, lease: CoreLease, event: object) -> None:
+        """Keep the lease's slots beyond its release, until ``event`` has fired.
+
+        :raises UsageError: the lease has been released.
+        """
+        self._leases.hold(lease, event)
+
+    def release(self, lease: CoreLease, after: object | None = None) -> None:
+        """End the lease.  Idempotent, never raises.  With events or holds, ever given, its slots go to a drain job."""
+        self._leases.release(lease, after)
+        self._waiting.on_release(lease)
+
+    # -- storage ------------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int | None:
+        """Fetch what no tier holds -> the job (its own, or the one that fetches that already), None if there is nothing to do."""
+        return self._fetches.open(tokens, rid, deadline_s, priority)
+
+    def stop_prefetch(self, job: int, rid: str) -> None:
+        """``rid`` does not want the rest; with nobody left a `StopJob` effect follows.  Idempotent."""
+        self._fetches.stop(job, rid)
+
+    def prefetch_agreed(self, job: int) -> int | None:
+        """Tokens that a prefetch has brought, None while it runs.  The last few thousand can be asked for."""
+        outcome = self._fetches.outcomes.get(job)
+        return None if outcome is None else outcome.pages * self.config.page_size
+
+    # -- waiters ------------------------------------------------------------------------------------------------------------
+
+    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int:
+        """Prefetch if that is worth it, then lease and load in the apply that settles it -> waiter; ``Wake(waiter, CoreLease)``.
+
+        :raises UsageError: ``rid`` has a lease or a pending acquire.
+        """
+        return self._waiting.acquire(tokens, rid, deadline_s, priority)
+
+    def cancel_acquire(self, waiter: int) -> None:
+        """Give up a pending acquire, or release the lease it has made (its verdicts are dropped).  Idempotent."""
+        self._waiting.cancel_acquire(waiter)
+
+    def stored(self, tokens: Tokens) -> int:
+        """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
+
+        Reasons: None (all), "not_committed", "evicted", "given_up", "degraded", "no_storage".
+        """
+        return self._waiting.stored(tokens)
+
+    def drained(self) -> int:
+        """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open."""
+        return self._waiting.drained()
+
+    def cancel_waiter(self, waiter: int) -> object:
+        """Drop a waiter of `stored` or `drained` -> its answer as of now (reason "pending" if more may come); None if unknown."""
+        return self._waiting.cancel(waiter)
+
+    # -- the whole ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget both tiers' contents (the storage keeps its own) and start an epoch; O(slots + pins), the nodes go in slices.
+
+        Open jobs run on and publish nothing; pinned slots are strays until their pins end; leases keep their pages and publish
+        nothing more.
+        """
+        self._forget_all("reset")
+        self.state.note(Note.RESET, self.state.epoch)
+
+    def degrade(self) -> None:
+        """Give up caching for good: as `reset`, and open jobs are settled with 0 (their slots wait for RELEASED)."""
+        state = self.state
+        if state.degraded:
+            return
+        state.degraded = True
+        self._forget_all("degraded")
+        for job in list(state.jobs.open.values()):
+            if job.phase is Phase.LIMBO:
+                continue
+            job.on_degrade()
+            state.effects.append(Settled(job.id, 0, "degraded"))
+            if job.phase is Phase.HIT:
+                state.close(job)
+            else:
+                state.to_limbo(job)
+        state.note(Note.DEGRADE)
+
+    def _forget_all(self, failure: Failure) -> None:
+        state = self.state
+        state.epoch += 1
+        self._leases.fail_all(failure)
+        state.pins.lose_everything()
+        self._saving.forget()
+        for place in PLACES:
+            held: list[Slots] = [stray.slots for stray in state.pins.strays(place)]
+            held += [job.slots for job in state.jobs.open.values() if job.place == place]
+            if place == DEVICE:
+                held += [lease.private_slots() for lease in state.leases.values()]
+            state.pools[place].keep_only(held)
+        state.changed = True
+
+    def close(self) -> None:
+        """Free the memory of the tree, whose nodes the garbage collector does not see.  Nothing may be called afterwards."""
+        tree = self.state.tree
+        tree.clear()
+        while tree.has_garbage:
+            tree.cut_garbage()
+
+    # -- looking ------------------------------------------------------------------------------------------------------------
+
+    def usage(self) -> _usage.Usage:
+        """Pages of each tier, nodes, jobs: one frozen struct."""
+        return _usage.usage(self.state, len(self._saving.retries), len(self._waiting.acquires))
+
+    def state_digest(self) -> int:
+        """Digest of the whole state, O(state): for tests.  `log_digest` is what travels."""
+        return _check.state_digest(self.state, self._saving, self._fetches, self._waiting)
+
+    def check(self) -> None:
+        """Recompute every invariant, O(state): for tests.  AssertionError names the broken one."""
+        _check.check(self.state, self._saving, self._fetches)

@@ -1,0 +1,404 @@
+"""Leases: what a request pins, allocates and publishes, from `lease` to `release`.
+
+pages     0 ............ usable ............ done ............ len(pages)
+          found (or loading) | published, or a private twin | private: allocated, not committed
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from hicache_actors.core.fetch import Fetched, Fetches
+from hicache_actors.core.jobs import Job
+from hicache_actors.core.loads import Loads
+from hicache_actors.core.node import Node
+from hicache_actors.core.pins import Pin
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.words import (
+    ABSENT,
+    DEVICE,
+    FILLING,
+    HOST,
+    READY,
+    Account,
+    Committed,
+    Failure,
+    Phase,
+    Shortfall,
+    Slots,
+    StartDrain,
+    Tokens,
+)
+from hicache_actors.errors import UsageError
+
+
+class CoreLease:
+    """A request's pins.  Readable by the engine; only Core writes it.
+
+    ``pages`` are device page ids in prompt order; ``ready_tokens`` and ``usable_tokens`` (ready or loading) are what `lease` and
+    `load` have found; ``capacity_tokens`` is what `commit` may cover; ``loads`` are the load jobs it waits for; ``failed`` says
+    why it publishes nothing any more.  A failed lease keeps its pages until it is released.
+    """
+
+    __slots__ = (
+        "_asked_tokens",
+        "_credits",
+        "_on_host_pages",
+        "_page",
+        "_reason",
+        "_valid_pages",
+        "allocated",
+        "capacity_tokens",
+        "closed",
+        "done_pages",
+        "events",
+        "failed",
+        "fetched",
+        "holds",
+        "loads",
+        "pages",
+        "pin",
+        "priority",
+        "ready_tokens",
+        "rid",
+        "tokens",
+        "twins",
+        "usable_tokens",
+        "waiter",
+    )
+
+    def __init__(self, rid: str, tokens: Tokens, priority: int, pin: Pin, page: int, fetched: Fetched | None) -> None:
+        self.rid, self.tokens, self.priority, self.pin = rid, tokens, priority, pin
+        self.pages = array("I")
+        self.ready_tokens = self.usable_tokens = self.capacity_tokens = 0
+        self.done_pages = 0
+        self.twins: list[tuple[int, int]] = []  # runs of committed pages that are duplicates of published ones
+        self.loads: list[int] = []
+        self.events: list[object] = []
+        self.holds: list[object] = []
+        self.failed: Failure | None = None
+        self.closed = self.allocated = False
+        self.waiter = 0  # of the `acquire` that made it
+        self.fetched = fetched
+        self._page = page
+        self._asked_tokens = len(tokens)
+        self._credits: list[tuple[int, int, str]] = []
+        self._valid_pages: int | None = None
+        self._on_host_pages = 0
+        self._reason: str | None = None
+
+    @property
+    def private_pages(self) -> int:
+        """Pages that belong to this lease alone."""
+        return len(self.pages) - self.done_pages + sum(stop - start for start, stop in self.twins)
+
+    def private_slots(self) -> Slots:
+        runs = [*self.twins, (self.done_pages, len(self.pages))]
+        return b"".join([self.pages[start:stop].tobytes() for start, stop in runs])
+
+    def fail(self, failure: Failure, page: int) -> None:
+        """Publishes nothing from now on; pages from ``page`` on were never valid.  The first failure stays."""
+        if self.failed is None:
+            self.failed, self._valid_pages = failure, page
+
+    def credit(self, start: int, stop: int, tier: str) -> None:
+        """Pages [start, stop) came from ``tier``; those that this request waited for are storage's."""
+        if self.fetched is not None:
+            first = min(max(self.fetched.first_page, start), stop)
+            last = min(max(self.fetched.first_page + self.fetched.pages, first), stop)
+            self._credits += ((start, first, tier), (first, last, "storage"), (last, stop, tier))
+        else:
+            self._credits.append((start, stop, tier))
+
+    def left_on_host(self, pages: int, reason: str | None) -> None:
+        """``pages`` more are on the host; ``reason`` is why they were not loaded, if that was tried."""
+        self._on_host_pages, self._reason = pages, reason
+
+    @property
+    def account(self) -> Account:
+        """Where the tokens of the prompt (as long as it was at `lease`) come from; the reasons add up to ``computed``."""
+        page, limit = self._page, self._valid_pages
+        got = {"device": 0, "host": 0, "storage": 0}
+        failed = 0
+        for start, stop, tier in self._credits:
+            valid = stop if limit is None else max(start, min(stop, limit))
+            got[tier] += (valid - start) * page
+            failed += (stop - valid) * page
+        computed = self._asked_tokens - sum(got.values())
+        open_page = self._asked_tokens - max(0, (self._asked_tokens - 1) // page) * page
+        on_host = self._on_host_pages * page
+        rest = computed - failed - open_page - on_host
+        reasons = {
+            "open_page": open_page,
+            self.failed or "load_failed": failed,
+            self._reason or "not_loaded": on_host,
+        }
+        missing = (self.fetched.reason if self.fetched is not None else None) or "not_cached"
+        reasons[missing] = reasons.get(missing, 0) + rest
+        return Account(
+            got["device"], got["host"], got["storage"], computed, {why: n for why, n in reasons.items() if n}
+        )
+
+
+class DrainJob(Job):
+    """Takes over the pins and private slots of released leases until their events have fired.  Only RELEASED."""
+
+    kind = "drain"
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(Phase.LIMBO, epoch)
+        self.events: dict[int, object] = {}
+
+    def take(self, lease: CoreLease, events: list[object]) -> None:
+        self.pins.append(lease.pin)
+        self.slots += lease.private_slots()
+        self.events.update((id(event), event) for event in events)
+
+    def effect(self) -> StartDrain:
+        return StartDrain(self.id, tuple(self.events.values()))
+
+
+class Leases:
+    """The engine's verbs on owned slots."""
+
+    def __init__(self, state: State, loads: Loads, fetches: Fetches) -> None:
+        self.state, self.loads, self.fetches = state, loads, fetches
+        self._drain: DrainJob | None = None  # of the open section
+
+    # -- lease and load -----------------------------------------------------------------------------------------------------
+
+    def lease(self, tokens: Tokens, rid: str, priority: int) -> CoreLease:
+        """Pin what the device holds (or is being given) of the prompt; its tail is now the most recently used."""
+        state, tree = self.state, self.state.tree
+        if rid in state.leases:
+            raise UsageError(f"request {rid!r} has a lease already; release it first")
+        self.fetches.on_lease(rid)
+        root = tree.root(tokens.scope)
+        lease = CoreLease(rid, tokens, priority, state.pins.pin(DEVICE, root), state.page, self.fetches.take(rid))
+        asked = state.pages_asked(tokens)
+        self._descend(lease, asked)
+        lease.left_on_host(self._host_end(lease, asked) - len(lease.pages), None)
+        state.leases[rid] = lease
+        state.note(Note.LEASE, len(lease.pages), state.text(rid))
+        return lease
+
+    def _descend(self, lease: CoreLease, stop: int) -> None:
+        """Extend the lease over what is present on the device, up to page ``stop``."""
+        tree, pin = self.state.tree, lease.pin
+        key, node = lease.tokens.packed, pin.tail
+        begin = page = node.end
+        found: list[Slots] = []
+        fills: list[int] = []
+        while page < stop:
+            child = tree.child(node, key, page)
+            if child is None or not child.at[DEVICE].state:
+                break
+            depth = tree.shared(child, key, page, stop)
+            if depth < child.end:
+                child = tree.split(child, depth)
+            residency = child.at[DEVICE]
+            found.append(residency.slots)
+            if residency.state == FILLING:
+                fills.append(residency.filler)
+                lease.credit(page, depth, "host")
+            else:
+                lease.credit(page, depth, "device")
+                if not fills and not lease.loads:
+                    lease.ready_tokens = depth * self.state.page
+            self._hit(child, lease)
+            node, page = child, depth
+        if page > begin:
+            lease.pages.frombytes(b"".join(found))
+            self._reach(lease, node)
+            for job_id in dict.fromkeys(fills):
+                self._wait_for(lease, job_id)
+            self.state.want_host(node, lease.tokens)
+
+    def _hit(self, node: Node, lease: CoreLease) -> None:
+        """Once per request and node: `lease` and `load` pass each node of a path once."""
+        node.hits += 1
+        if lease.priority > node.priority:
+            node.priority = lease.priority
+
+    def _reach(self, lease: CoreLease, tail: Node) -> None:
+        self.state.pins.extend(lease.pin, tail)
+        self.state.tree.touch(tail)
+        lease.done_pages = tail.end
+        lease.usable_tokens = lease.capacity_tokens = tail.end * self.state.page
+
+    def _wait_for(self, lease: CoreLease, job_id: int) -> None:
+        if job_id not in lease.loads:
+            lease.loads.append(job_id)
+            self.loads.hold(job_id)
+
+    def _host_end(self, lease: CoreLease, stop: int) -> int:
+        """Page where the run that could be loaded now ends."""
+        tree, node, key = self.state.tree, lease.pin.tail, lease.tokens.packed
+        page = node.end
+        while page < stop:
+            child = tree.child(node, key, page)
+            if child is None or child.at[HOST].state != READY:
+                break
+            page = tree.shared(child, key, page, stop)
+            if page < child.end:
+                break
+            node = child
+        return page
+
+    def load(self, lease: CoreLease, max_tokens: int | None, limit: str = "load_limit") -> tuple[int, ...] | Shortfall:
+        """Load what the host holds beyond the lease's pages, at most ``max_tokens`` of it, all of that or nothing.
+
+        ``limit`` is the reason for the account when ``max_tokens`` leaves pages on the host.
+        """
+        state, tree = self.state, self.state.tree
+        self._check_open(lease)
+        if lease.failed is not None:
+            failed = lease.failed
+            return Shortfall("load_failed" if failed == "twin_failed" else failed)
+        if state.degraded:
+            return Shortfall("degraded")
+        asked = state.pages_asked(lease.tokens)
+        stop = asked if max_tokens is None else min(asked, len(lease.pages) + max_tokens // state.page)
+        if lease.allocated:
+            return Shortfall("after_allocate", max(0, self._host_end(lease, asked) - lease.done_pages))
+        self._descend(lease, stop)  # what others have loaded or published meanwhile
+        key, node = lease.tokens.packed, lease.pin.tail
+        start = page = node.end
+        nodes = []
+        while page < stop:
+            child = tree.child(node, key, page)
+            if child is None or child.at[HOST].state != READY:
+                break
+            depth = tree.shared(child, key, page, stop)
+            if depth < child.end:
+                child = tree.split(child, depth)
+            nodes.append(child)
+            node, page = child, depth
+        if nodes:
+            job_id = self.loads.open(lease.rid, nodes, start)
+            if isinstance(job_id, Shortfall):
+                lease.left_on_host(self._host_end(lease, asked) - start, job_id.reason)
+                return job_id
+            self._wait_for(lease, job_id)
+            lease.pages.frombytes(b"".join([node.at[DEVICE].slots for node in nodes]))
+            for node in nodes:
+                self._hit(node, lease)
+            lease.credit(start, page, "host")
+            self._reach(lease, nodes[-1])
+        lease.left_on_host(self._host_end(lease, asked) - lease.done_pages, None if max_tokens is None else limit)
+        return tuple(lease.loads)
+
+    # -- allocate and commit ------------------------------------------------------------------------------------------------
+
+    def allocate(self, lease: CoreLease, n_tokens: int) -> Shortfall | None:
+        """Private pages for ``n_tokens`` more tokens; evicts, never waits."""
+        state = self.state
+        self._check_open(lease)
+        if n_tokens < 0:
+            raise UsageError(f"allocate({n_tokens}): a count of tokens is not negative")
+        total = lease.capacity_tokens + n_tokens
+        need = -(-total // state.page) - len(lease.pages)
+        if need > 0:
+            if not state.make_room(DEVICE, need):
+                return self.loads.device_shortfall(need)
+            lease.pages.frombytes(state.pools[DEVICE].take(need))
+        lease.capacity_tokens = total
+        lease.allocated = True
+        state.note(Note.ALLOCATE, need, total, state.text(lease.rid))
+        return None
+
+    def commit(self, lease: CoreLease, n_tokens: int, after: object | None) -> Committed:
+        """Tokens [0, n_tokens) are computed at ``after``: publish the whole pages of them."""
+        state, tree = self.state, self.state.tree
+        self._check_open(lease)
+        if not 0 <= n_tokens <= min(lease.capacity_tokens, len(lease.tokens)):
+            raise UsageError(
+                f"commit({n_tokens}): the lease has room for {lease.capacity_tokens} tokens, "
+                f"the prompt holds {len(lease.tokens)} (append what was generated first)"
+            )
+        if after is not None:
+            lease.events.append(after)
+        if lease.failed is not None:
+            return Committed(0, lease.private_pages, lease.failed)
+        stop = n_tokens // state.page
+        node, published = lease.pin.tail, 0
+        page = node.end
+        if page < stop:
+            key, pages, priority = lease.tokens.packed, lease.pages, lease.priority
+            events = () if after is None else (after,)
+            while page < stop:
+                child = tree.child(node, key, page)
+                if child is None:
+                    child, depth = tree.add(node, key, page, stop), stop
+                else:
+                    depth = tree.shared(child, key, page, stop)
+                    if depth < child.end:
+                        child = tree.split(child, depth)
+                device, host = child.at
+                if device.state == ABSENT:
+                    tree.put(child, DEVICE, pages[page:depth].tobytes(), READY)
+                    published += depth - page
+                    if host.state == ABSENT:
+                        child.events = events
+                else:
+                    lease.twins.append((page, depth))
+                if priority > child.priority:
+                    child.priority = priority
+                node, page = child, depth
+            state.pins.extend(lease.pin, node)
+            tree.touch(node)
+            lease.done_pages = stop
+            state.note(Note.COMMIT, stop, published, state.text(lease.rid))
+            state.changed = True
+            state.want_host(node, lease.tokens)
+        return Committed(published, lease.private_pages)
+
+    # -- hold and release ---------------------------------------------------------------------------------------------------
+
+    def hold(self, lease: CoreLease, event: object) -> None:
+        """Keep the lease's slots, after its release, until ``event`` has fired."""
+        self._check_open(lease)
+        lease.holds.append(event)
+
+    def release(self, lease: CoreLease, after: object | None) -> None:
+        """End the lease: at once, or through a drain job if it was ever given an event or a hold."""
+        state = self.state
+        if lease.closed:
+            return
+        lease.closed = True
+        del state.leases[lease.rid]
+        events = lease.events if after is None else [*lease.events, after]
+        if lease.holds:
+            job = self._new_drain()
+            job.take(lease, [*events, *lease.holds])
+            state.effects.append(job.effect())
+        elif events:  # their presence counts, not whether they have fired: that is local
+            if self._drain is None:
+                self._drain = self._new_drain()
+            self._drain.take(lease, events)
+        else:
+            state.pins.unpin([lease.pin])
+            state.pools[DEVICE].give(lease.private_slots())
+        state.note(Note.RELEASE, len(lease.pages), state.text(lease.rid))
+
+    def _new_drain(self) -> DrainJob:
+        job = DrainJob(self.state.epoch)
+        self.state.jobs.add(job)
+        self.state.note(Note.DRAIN, job.id)
+        return job
+
+    def end_section(self) -> None:
+        if self._drain is not None:
+            self.state.effects.append(self._drain.effect())
+            self._drain = None
+
+    def fail_all(self, failure: Failure) -> None:
+        """Reset or degrade: no lease publishes any more; those with an open load must not use what it was to bring."""
+        for lease in self.state.leases.values():
+            if failure == "degraded" and not all(map(self.loads.settled, lease.loads)):
+                lease.fail("load_failed", lease.ready_tokens // self.state.page)
+            lease.fail(failure, lease.done_pages)
+
+    def _check_open(self, lease: CoreLease) -> None:
+        if lease.closed:
+            raise UsageError(f"the lease of request {lease.rid!r} has been released")

@@ -1,0 +1,162 @@
+"""Load: host pages of a lease become device pages, all of the asked part or nothing.
+
+The verdict belongs to the load, not to the lease: it is filed here until everybody who waits for it has dropped it.
+"""
+
+from __future__ import annotations
+
+from hicache_actors.core.jobs import Job
+from hicache_actors.core.node import Node
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.words import (
+    DEVICE,
+    FILLING,
+    HOST,
+    READY,
+    Failure,
+    LoadResult,
+    Phase,
+    Settled,
+    Shortfall,
+    StartLoad,
+)
+
+
+class LoadJob(Job):
+    """Pins: host source [start, end), device target (to the root)."""
+
+    kind = "load"
+
+    def __init__(self, loads: Loads, start: int, pages: int) -> None:
+        super().__init__(Phase.RUN, loads.state.epoch)
+        self.loads, self.start, self.pages = loads, start, pages
+
+    def on_result(self, pages: int, sound: bool) -> None:
+        self.loads.settle(self, min(pages, self.pages), sound)
+
+    def on_degrade(self) -> None:
+        self.loads.verdict(self, LoadResult(0, "degraded"))
+
+
+class _Verdict:
+    __slots__ = ("holders", "result")
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.result: LoadResult | None = None
+
+
+class Loads:
+    """Opens loads, applies their RESULT, answers for them."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.verdicts: dict[int, _Verdict] = {}
+
+    def open(self, rid: str, nodes: list[Node], start: int) -> int | Shortfall:
+        """Load ``nodes`` (host ready, absent on the device, a path that starts at page ``start``, its parents pinned there)."""
+        state, tree, pins = self.state, self.state.tree, self.state.pins
+        tail = nodes[-1]
+        need = tail.end - start
+        source = pins.pin(HOST, tail, start)  # first: making room must not take the source
+        if not state.make_room(DEVICE, need):
+            pins.unpin([source])
+            return self.device_shortfall(need)
+        slots = state.pools[DEVICE].take(need)
+        job = LoadJob(self, start, need)
+        state.jobs.add(job)
+        for node in nodes:
+            begin = tree.start(node) - start
+            tree.put(node, DEVICE, slots[4 * begin : 4 * (node.end - start)], FILLING, job.id)
+        job.pins = [source, pins.pin(DEVICE, tail)]
+        self.verdicts[job.id] = _Verdict()
+        state.effects.append(StartLoad(job.id, rid, b"".join([node.at[HOST].slots for node in nodes]), slots))
+        state.note(Note.LOAD, job.id, start, need)
+        return job.id
+
+    def device_shortfall(self, need: int) -> Shortfall:
+        """Why ``need`` device pages cannot be had, and how many will come free by themselves."""
+        state = self.state
+        jobs = state.jobs.open.values()
+        freeing = state.jobs.own_pages(DEVICE, limbo=True)
+        freeing += state.pins.pages_held_only_by((pin for job in jobs for pin in job.pins), DEVICE)
+        state.count("device_shortfalls")
+        return Shortfall("device_capacity", need - state.available(DEVICE), freeing)
+
+    def settle(self, job: LoadJob, pages: int, sound: bool) -> None:
+        """RESULT: the first ``pages`` pages are ready, what follows is absent and fails the leases that read or hang below it."""
+        state, tree = self.state, self.state.tree
+        if job.epoch != state.epoch:
+            self.verdict(job, LoadResult(0, "reset"))
+            state.effects.append(Settled(job.id, 0, "reset"))
+            state.to_limbo(job)
+            return
+        pin = job.pins[1]
+        good, bad = tree.cut_at(pin.tail, job.start, job.start + pages)
+        for node in good:
+            residency = node.at[DEVICE]
+            residency.state, residency.filler = READY, 0
+        if bad:
+            self._fail(bad[0], sound)
+        whole = pin.tail.end >= job.start + job.pages
+        valid = min(pin.tail.end, job.start + pages) * state.page
+        self.verdict(job, LoadResult(valid, None if whole else "load_failed"))
+        state.effects.append(Settled(job.id, pages, None if whole else "load_failed"))
+        state.to_limbo(job)
+        if good and good[-1].at[DEVICE].state:
+            self._save_below(good[-1])
+
+    def _fail(self, top: Node, sound: bool) -> None:
+        """``top`` and what follows were not read: device residency from there on goes, on the host too if the source is bad."""
+        state, tree, pins = self.state, self.state.tree, self.state.pins
+        state.count("loads_failed")
+        lost = tree.start(top)
+        shrunk = pins.lose(DEVICE, tree.subtree(top))
+        if not sound:
+            state.count("bad_sources")
+            if top.tag:
+                pins.lose(HOST, tree.subtree(top))
+        by_pin = {lease.pin.uid: lease for lease in state.leases.values()}
+        for pin, _ in shrunk:
+            lease = by_pin.get(pin.uid)
+            if lease is not None:
+                failure: Failure = "load_failed" if lease.usable_tokens > lost * state.page else "twin_failed"
+                lease.fail(failure, lost)
+
+    def _save_below(self, top: Node) -> None:
+        """Pages that were unproven until now: the write policy runs over them."""
+        state = self.state
+        prompts = {id(lease.pin.tail): lease.tokens for lease in state.leases.values()}
+        for node in state.tree.subtree(top):
+            if node.at[DEVICE].state == READY and not node.at[DEVICE].kids:
+                state.want_host(node, prompts.get(id(node)))
+
+    # -- verdicts -----------------------------------------------------------------------------------------------------------
+
+    def verdict(self, job: LoadJob, result: LoadResult) -> None:
+        verdict = self.verdicts.get(job.id)
+        if verdict is not None:
+            verdict.result = result
+        for lease in self.state.leases.values():
+            if job.id in lease.loads and lease.failed is None and all(map(self.settled, lease.loads)):
+                lease.ready_tokens = lease.usable_tokens
+
+    def hold(self, job_id: int) -> None:
+        """One more lease waits for this load; each drops it with `forget`."""
+        self.verdicts[job_id].holders += 1
+
+    def forget(self, job_id: int) -> None:
+        verdict = self.verdicts.get(job_id)
+        if verdict is not None:
+            verdict.holders -= 1
+            if verdict.holders <= 0:
+                del self.verdicts[job_id]
+
+    def settled(self, job_id: int) -> bool:
+        verdict = self.verdicts.get(job_id)
+        return verdict is None or verdict.result is not None
+
+    def result(self, job_id: int) -> LoadResult | None:
+        """None until agreed, or after everybody has dropped it."""
+        verdict = self.verdicts.get(job_id)
+        return None if verdict is None else verdict.result

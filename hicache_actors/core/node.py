@@ -1,0 +1,104 @@
+"""Nodes of the prefix tree and their residencies.
+
+A node is a span of whole pages.  Its first page lives in ``key`` (behind the parent's tag; that is also its key in the tree's
+one child table), the others in ``rest``.  For each *place*, a (tier, component) pair, it has a `Residency`: the slots that hold
+its pages there, and the locks on them.
+
+Nodes are kept out of the garbage collector (``gc=False``; they hold bytes, ints and each other), so a collection does not walk
+a million of them.  The price: whoever takes a node out of the tree must cut its links (`cut`), or it leaks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from hicache_actors.core.words import ABSENT
+
+KV: Final = 0  #: the one component so far; sliding windows, recurrent states and indexers will follow
+TIERS: Final = 2
+COMPONENTS: Final = 1
+PLACES: Final = tuple(range(TIERS * COMPONENTS))
+
+TAG_BYTES: Final = 8
+
+#: Where the storage stands with a node's pages.
+UNSTORED: Final = 0
+WAITING: Final = 1  #: a backup failed, a retry is due
+SAVING: Final = 2  #: in an open backup
+STORED: Final = 3  #: acknowledged
+
+
+def place(tier: int, component: int = KV) -> int:
+    """Index of a (tier, component) pair in everything that is kept per place; for KV it is the tier itself."""
+    return tier + TIERS * component
+
+
+class Residency(msgspec.Struct, eq=False, gc=False):
+    """A node's pages at one place.
+
+    ``filler`` is the job that fills it while ``state`` is FILLING.  ``kids`` counts child nodes that are present here.  ``tick`` is
+    the time of the last touch, of the node or (handed over when they are evicted) of a child.  ``older`` / ``newer`` are
+    neighbours in the eviction order; both None when it is not listed.
+    """
+
+    node: Node
+    slots: bytes = b""
+    state: int = ABSENT
+    filler: int = 0
+    locks: int = 0
+    kids: int = 0
+    tick: int = 0
+    older: Residency | None = None
+    newer: Residency | None = None
+
+
+class Node(msgspec.Struct, eq=False, gc=False):
+    """A span of the tree.  ``end`` is its depth in pages, counted from token 0; splits and joins never change it.
+
+    ``tag`` names the node in its children's keys and is empty once the node has left the tree.  ``hits`` counts the leases that
+    found it, ``events`` are those of the forwards that compute its pages, kept until its write-back is agreed.
+    """
+
+    key: bytes
+    rest: bytes
+    tag: bytes
+    parent: Node
+    end: int
+    at: tuple[Residency, ...] = ()
+    kids: int = 0
+    kid: Node | None = None  # first child; its siblings hang on ``next``
+    next: Node | None = None
+    prev: Node | None = None
+    hits: int = 0
+    priority: int = 0
+    stored: int = UNSTORED
+    events: tuple[object, ...] = ()
+
+    @property
+    def first(self) -> bytes:
+        """Tokens of the first page, packed."""
+        return self.key[TAG_BYTES:]
+
+
+def _nowhere() -> Node:
+    node = Node(b"", b"", b"", None, 0)  # type: ignore[arg-type]
+    node.parent = node
+    return node
+
+
+NOWHERE: Final = _nowhere()
+"""Parent of roots and of nodes that have left the tree."""
+
+
+def cut(node: Node) -> None:
+    """Drop all links of a node that has left the tree."""
+    node.tag = b""
+    node.parent = NOWHERE
+    node.kid = node.next = node.prev = None
+    node.events = ()
+    for residency in node.at:
+        residency.node = NOWHERE
+        residency.older = residency.newer = None
+    node.at = ()

@@ -1,0 +1,298 @@
+"""Saving: device pages become host pages (write-back), host pages become objects of the storage (backup).
+
+One section opens at most one job of each kind; its ranges come in the order in which they were wanted.  Pages are reserved and
+pinned when they are wanted, the job's effect follows at the section's end.  Write-back is asked for by commit, lease, an agreed
+load, and eviction that passes a device-only node over; a refused or failed one by the next of these that passes the node.  A
+backup opens when its write-back is agreed; what it could not store is tried again by the agreed clock.
+"""
+
+from __future__ import annotations
+
+from hicache_actors.core.jobs import Job
+from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
+from hicache_actors.core.pins import Pin
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.words import (
+    DEVICE,
+    FILLING,
+    HOST,
+    READY,
+    SLOT_BYTES,
+    Path,
+    Phase,
+    Settled,
+    Slots,
+    StartBackup,
+    StartWriteBack,
+    Tokens,
+)
+
+_RETRIES_PER_APPLY = 8
+
+
+class Range:
+    """Pages [start, start + pages) of a path, held by a host pin.  ``tokens`` is the engine's prompt along it, where known."""
+
+    __slots__ = ("pages", "pin", "start", "tokens", "tries")
+
+    def __init__(self, pin: Pin, start: int, tokens: Tokens | None, tries: int = 0) -> None:
+        self.pin, self.start, self.tokens, self.tries = pin, start, tokens, tries
+        self.pages = pin.tail.end - start
+
+
+class _SavingJob(Job):
+    def __init__(self, saving: Saving) -> None:
+        super().__init__(Phase.RUN, saving.state.epoch)
+        self.saving = saving
+        self.ranges: list[Range] = []
+        self.sources: list[Slots] = []
+
+    def on_result(self, pages: int, sound: bool) -> None:
+        """Split the count over the ranges, in order; each is settled by its good and its bad nodes."""
+        tree, left = self.saving.state.tree, pages
+        done = 0
+        for part in self.ranges:
+            take = min(left, part.pages)
+            left -= take
+            done += take
+            good, bad = tree.cut_at(part.pin.tail, part.start, part.start + take)
+            self.settle(part, good, bad)
+        self.saving.state.effects.append(Settled(self.id, done))
+        self.saving.state.to_limbo(self)
+
+    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
+        raise NotImplementedError
+
+
+class WriteBackJob(_SavingJob):
+    """Pins, for each range: host target [start, end), device source (to the root)."""
+
+    kind = "write_back"
+    place = HOST
+
+    def __init__(self, saving: Saving) -> None:
+        super().__init__(saving)
+        self.targets: list[Slots] = []
+        self.events: dict[int, object] = {}
+
+    def effect(self) -> StartWriteBack:
+        return StartWriteBack(self.id, b"".join(self.sources), b"".join(self.targets), tuple(self.events.values()))
+
+    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
+        self.saving.written(part, good, bad)
+
+
+class BackupJob(_SavingJob):
+    """Pins, for each range: host source [start, end)."""
+
+    kind = "backup"
+    place = HOST
+    storage = True
+
+    def __init__(self, saving: Saving) -> None:
+        super().__init__(saving)
+        self.paths: list[Path] = []
+
+    def effect(self) -> StartBackup:
+        return StartBackup(self.id, b"".join(self.sources), tuple(self.paths))
+
+    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
+        self.saving.stored(part, good, bad)
+
+
+class Retry:
+    """Pages of a failed backup that are tried again, if they are still on the host; nothing pins them meanwhile.
+
+    ``nodes`` are theirs at the time of the failure: eviction takes the last of them first, splits put new ones between.
+    """
+
+    __slots__ = ("due_ms", "nodes", "start", "tokens", "tries")
+
+    def __init__(self, due_ms: int, nodes: list[Node], start: int, tokens: Tokens | None, tries: int) -> None:
+        self.due_ms, self.nodes, self.start, self.tokens, self.tries = due_ms, nodes, start, tokens, tries
+
+
+class Saving:
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.retries: list[Retry] = []
+        self._write_back: WriteBackJob | None = None  # of the open section
+        self._backup: BackupJob | None = None
+        if state.config.write_policy == "write_through" and state.config.host_pages:
+            state.want_host = self.want_host
+            state.can_write_back = self.can_write_back
+
+    # -- device to host -----------------------------------------------------------------------------------------------------
+
+    def want_host(self, tail: Node, tokens: Tokens | None) -> None:
+        """Write back what the path to ``tail`` lacks on the host, ancestors first; unproven pages (below a fill) are left out."""
+        state = self.state
+        if state.degraded:
+            return
+        at, missing = tail, False
+        while at.end:
+            missing = missing or not at.at[HOST].state
+            at = at.parent
+        if not missing:
+            return
+        path = state.tree.path(tail, 0)
+        held = state.pins.lock_path(HOST, path)  # making room must not take the path's own pages
+        runs: list[list[Node]] = []
+        run: list[Node] = []
+        for node in path:
+            device, host = node.at
+            if device.state != READY:
+                break
+            if host.state:
+                run = []
+            else:
+                if not run:
+                    runs.append(run)
+                run.append(node)
+        for run in runs:
+            if not self._write_back_run(run, tokens):
+                break
+        state.pins.unlock_path(HOST, held)
+
+    def can_write_back(self, node: Node) -> bool:
+        """Is there room on the host for the node's pages?"""
+        return not self.state.degraded and self.state.available(HOST) >= node.end - self.state.tree.start(node)
+
+    def _write_back_run(self, run: list[Node], tokens: Tokens | None) -> bool:
+        """Reserve host slots for consecutive nodes, or for the first pages of them -> True if it was all."""
+        state, tree, pins = self.state, self.state.tree, self.state.pins
+        start, end = tree.start(run[0]), run[-1].end
+        state.make_room(HOST, end - start)
+        room = state.pools[HOST].free
+        whole = room >= end - start
+        if not whole:
+            state.count("write_back_refused_pages", end - start - room)
+            run, _ = tree.cut_at(run[-1], start, start + room)
+            if not run:
+                return False
+            end = run[-1].end
+        job = self._write_back
+        if job is None:
+            job = self._write_back = WriteBackJob(self)
+            state.jobs.add(job)
+        slots = state.pools[HOST].take(end - start)
+        for node in run:
+            begin = tree.start(node) - start
+            tree.put(node, HOST, slots[begin * SLOT_BYTES : (node.end - start) * SLOT_BYTES], FILLING, job.id)
+            job.sources.append(node.at[DEVICE].slots)
+            job.events.update((id(event), event) for event in node.events)
+        job.targets.append(slots)
+        pin = pins.pin(HOST, run[-1], start)
+        job.pins += (pin, pins.pin(DEVICE, run[-1]))
+        job.ranges.append(Range(pin, start, tokens))
+        state.note(Note.WRITE_BACK, job.id, start, end)
+        return whole
+
+    def written(self, part: Range, good: list[Node], bad: list[Node]) -> None:
+        """A write-back is agreed: good pages are on the host, the others are not and may be asked for again."""
+        state = self.state
+        for node in good:
+            host = node.at[HOST]
+            host.state, host.filler = READY, 0
+            node.events = ()
+        if bad:
+            state.count("write_back_failed_pages", bad[-1].end - state.tree.start(bad[0]))
+            state.pins.lose(HOST, bad)
+        if good and state.config.storage:
+            self._want_stored(good[-1], part.tokens)
+
+    # -- host to storage ----------------------------------------------------------------------------------------------------
+
+    def _want_stored(self, tail: Node, tokens: Tokens | None) -> None:
+        """Back up the path to ``tail`` from its first page that is on the host and not stored, so that no hole is left."""
+        run: list[Node] = []
+        for node in self.state.tree.path(tail, 0):
+            if node.stored in (STORED, SAVING):
+                self._back_up(run, tokens, 0)
+                run = []
+            elif node.at[HOST].state == READY:
+                run.append(node)
+            else:
+                break
+        self._back_up(run, tokens, 0)
+
+    def _back_up(self, run: list[Node], tokens: Tokens | None, tries: int) -> None:
+        if not run:
+            return
+        state, tree = self.state, self.state.tree
+        job = self._backup
+        if job is None:
+            job = self._backup = BackupJob(self)
+            state.jobs.add(job)
+        start, tail = tree.start(run[0]), run[-1]
+        for node in run:
+            tree.set_stored(node, SAVING)
+            job.sources.append(node.at[HOST].slots)
+        pin = state.pins.pin(HOST, tail, start)
+        job.pins.append(pin)
+        job.ranges.append(Range(pin, start, tokens, tries))
+        key = tree.path_tokens(tail) if tokens is None else tokens.packed[: tail.end * tree.page_bytes]
+        job.paths.append(Path(tree.scope_of(tail), key, start, tail.end - start, tokens))
+        state.note(Note.BACKUP, job.id, start, tail.end)
+
+    def stored(self, part: Range, good: list[Node], bad: list[Node]) -> None:
+        """A backup is agreed: good pages are stored, the others wait for a retry or are given up."""
+        state, tree = self.state, self.state.tree
+        for node in good:
+            tree.set_stored(node, STORED)
+        if not bad:
+            return
+        pages = bad[-1].end - tree.start(bad[0])
+        state.count("backup_failed_pages", pages)
+        delays = state.config.retry_delays_s
+        if part.tries < len(delays):
+            for node in bad:
+                tree.set_stored(node, WAITING)
+            due_ms = state.now_ms + round(delays[part.tries] * 1000)
+            self.retries.append(Retry(due_ms, bad, tree.start(bad[0]), part.tokens, part.tries + 1))
+        else:
+            state.count("backup_given_up_pages", pages)
+            for node in bad:
+                tree.set_stored(node, UNSTORED)
+
+    def retry_due(self) -> None:
+        """Open a backup for the oldest due retries, at most a few per apply."""
+        due = [retry for retry in self.retries if retry.due_ms <= self.state.now_ms][:_RETRIES_PER_APPLY]
+        for retry in due:
+            self.retries.remove(retry)
+            self.state.changed = True
+            tail = next((node for node in reversed(retry.nodes) if node.tag and node.stored == WAITING), None)
+            if tail is None:
+                continue
+            run: list[Node] = []
+            for node in self.state.tree.path(tail, retry.start):
+                if node.stored == WAITING:
+                    run.append(node)
+                else:
+                    self._back_up(run, retry.tokens, retry.tries)
+                    run = []
+            self.state.note(Note.RETRY, retry.start, tail.end, retry.tries)
+            self._back_up(run, retry.tokens, retry.tries)
+
+    @property
+    def next_due_ms(self) -> int | None:
+        return min((retry.due_ms for retry in self.retries), default=None)
+
+    # -- section ------------------------------------------------------------------------------------------------------------
+
+    def end_section(self) -> None:
+        for job in (self._write_back, self._backup):
+            if job is not None:
+                self.state.effects.append(job.effect())
+        self._write_back = self._backup = None
+
+    def forget(self) -> None:
+        """Reset: nothing is retried."""
+        self.retries.clear()
+
+    @property
+    def idle(self) -> bool:
+        """No write-back, backup or retry is open."""
+        return not self.retries and not any(
+            isinstance(job, _SavingJob) and job.phase is not Phase.LIMBO for job in self.state.jobs.open.values()
+        )

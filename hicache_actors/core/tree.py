@@ -1,0 +1,393 @@
+"""The prefix tree: compressed, page-aligned, one root per scope.
+
+Spans are packed int64 tokens.  A prompt's buffer is compared in place: ``bytes.startswith(view)`` is memcmp without a copy
+(``memoryview ==`` compares item by item, never use it).  Depths and counts are in pages; ``key`` is always the whole prompt's view.
+
+Closed under prefixes: a node present on the device has all its ancestors there, and a node that is on neither tier leaves the tree
+with everything below it (`pins.Pins.lose` sees to both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hicache_actors.core.node import NOWHERE, PLACES, STORED, TAG_BYTES, UNSTORED, Node, Residency, cut
+from hicache_actors.core.order import Order
+from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT_BYTES, TOKEN_BYTES
+from hicache_actors.keys.scope import Scope
+
+_MAX_HINTS = 1024
+_SLICE_NODES = 4096
+
+
+class Tree:
+    """Nodes and their order; it moves no slots and knows neither pins nor jobs.
+
+    Counters, per place: ``evictable`` (pages without a lock) and ``resident`` (pages that nodes hold); over all:
+    ``pages`` in the tree and ``stored_pages`` of them that the storage has acknowledged.
+    """
+
+    def __init__(self, page_size: int, orders: tuple[Order, ...]) -> None:
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.orders = orders
+        self.table: dict[bytes, Node] = {}
+        self.roots: dict[Scope, Node] = {}
+        self._scopes: dict[bytes, Scope] = {}
+        self._garbage: list[dict[bytes, Node]] = []
+        self.hints: dict[bytes, int] = {}  # child key -> depth in pages that the storage was last seen to reach
+        self.evictable = [0] * len(PLACES)
+        self.resident = [0] * len(PLACES)
+        self.pages = self.stored_pages = 0
+        self._tags = self._clock = 0
+
+    # -- walking: changes nothing -------------------------------------------------------------------------------------------
+
+    def root(self, scope: Scope) -> Node:
+        """The root of a scope, made on first use.  It holds no pages and is present everywhere."""
+        root = self.roots.get(scope)
+        if root is None:
+            root = Node(b"", b"", self._new_tag(), NOWHERE, 0)
+            root.at = tuple(Residency(root, state=READY) for _ in PLACES)
+            self.roots[scope] = root
+            self._scopes[root.tag] = scope
+        return root
+
+    def scope_of(self, node: Node) -> Scope:
+        while node.parent is not NOWHERE:
+            node = node.parent
+        return self._scopes[node.tag]
+
+    def match(self, key: memoryview, scope: Scope, stop: int) -> tuple[int, int, int, int]:
+        """-> pages of ``key[:stop]`` that are (ready on the device, present there, present on any tier, hinted at by storage)."""
+        node = self.roots.get(scope)
+        if node is None:
+            return 0, 0, 0, 0
+        page_bytes, table = self.page_bytes, self.table
+        at, end = 0, stop * page_bytes
+        ready = present = depth = 0
+        on_device = all_ready = True
+        while at < end:
+            after = at + page_bytes
+            child_key = node.tag + key[at:after]
+            child = table.get(child_key)
+            if child is None:
+                return ready, present, depth, min(stop, max(depth, self.hints.get(child_key, 0)))
+            depth = child.end
+            at = depth * page_bytes
+            whole = at <= end and child.rest.startswith(key[after:at])
+            if not whole:
+                depth = self.shared(child, key, after // page_bytes - 1, stop)
+            device, host = child.at[DEVICE].state, child.at[HOST].state
+            if on_device and device:
+                present = depth
+                if all_ready and device == READY:
+                    ready = depth
+                else:
+                    all_ready = False
+            elif host == READY:
+                on_device = False
+            else:
+                return ready, present, node.end, node.end
+            if not whole:
+                break
+            node = child
+        return ready, present, depth, depth
+
+    def child(self, node: Node, key: memoryview, page: int) -> Node | None:
+        """The child of ``node`` that starts with page ``page`` of ``key``."""
+        begin = page * self.page_bytes
+        return self.table.get(node.tag + key[begin : begin + self.page_bytes])
+
+    def shared(self, child: Node, key: memoryview, page: int, stop: int) -> int:
+        """How deep ``key[:stop]`` follows ``child``, whose first page is page ``page`` of it: > page, <= child.end."""
+        page_bytes, rest = self.page_bytes, child.rest
+        low = page + 1  # equal up to here
+        high = min(child.end, stop)
+        base = low * page_bytes
+        if rest.startswith(key[base : high * page_bytes]):
+            return high
+        while high - low > 1:  # and different before there
+            middle = (low + high) >> 1
+            if rest.startswith(key[low * page_bytes : middle * page_bytes], low * page_bytes - base):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def start(self, node: Node) -> int:
+        """Depth in pages where the node's span begins."""
+        return node.end - 1 - len(node.rest) // self.page_bytes
+
+    def path(self, tail: Node, start: int) -> list[Node]:
+        """Nodes that cover pages [start, tail.end), top first."""
+        out = []
+        while tail.end > start:
+            out.append(tail)
+            tail = tail.parent
+        out.reverse()
+        return out
+
+    def path_tokens(self, tail: Node) -> bytes:
+        """Packed tokens from the root to the end of ``tail``."""
+        parts: list[bytes] = []
+        for node in self.path(tail, 0):
+            parts += (node.first, node.rest)
+        return b"".join(parts)
+
+    def children(self, node: Node) -> Iterator[Node]:
+        kid = node.kid
+        while kid is not None:
+            yield kid
+            kid = kid.next
+
+    def subtree(self, top: Node) -> list[Node]:
+        """``top`` and everything below it, parents before children."""
+        out = [top]
+        for node in out:
+            out.extend(self.children(node))
+        return out
+
+    # -- growing and cutting ------------------------------------------------------------------------------------------------
+
+    def add(self, parent: Node, key: memoryview, page: int, stop: int) -> Node:
+        """A new child for pages [page, stop) of ``key``; the caller `put`s it somewhere at once."""
+        page_bytes = self.page_bytes
+        after = (page + 1) * page_bytes
+        node = Node(
+            parent.tag + key[after - page_bytes : after],
+            bytes(key[after : stop * page_bytes]),
+            self._new_tag(),
+            parent,
+            stop,
+        )
+        node.at = tuple(Residency(node) for _ in PLACES)
+        self._link(parent, node)
+        self.pages += stop - page
+        return node
+
+    def put(self, node: Node, place: int, slots: bytes, state: int, filler: int = 0) -> None:
+        """Make an absent residency present.  The caller pins it or touches the node, so it need not be listed here."""
+        residency = node.at[place]
+        assert residency.state == ABSENT
+        residency.slots, residency.state, residency.filler = slots, state, filler
+        for other in node.at:
+            if other.tick > residency.tick:
+                residency.tick = other.tick
+        node.parent.at[place].kids += 1
+        pages = len(slots) // SLOT_BYTES
+        self.evictable[place] += pages
+        self.resident[place] += pages
+
+    def touch(self, node: Node) -> None:
+        """The node has been used now; whoever is used now is evicted last."""
+        tick = self._clock = self._clock + 1
+        for order, residency in zip(self.orders, node.at, strict=True):
+            if residency.state:
+                residency.tick = tick
+                order.touch(residency)
+
+    def offer(self, place: int, residency: Residency) -> None:
+        """List the residency again if it is (again) a candidate of eviction."""
+        if (
+            residency.state
+            and not residency.locks
+            and not residency.kids
+            and residency.older is None
+            and residency.node.parent is not NOWHERE
+        ):
+            self.orders[place].offer(residency)
+
+    def split(self, node: Node, depth: int) -> Node:
+        """Cut the node at ``depth`` (pages, inside its span) -> the new head.  The tail keeps its identity, so pins hold."""
+        page_bytes = self.page_bytes
+        pages = depth - self.start(node)
+        rest = node.rest
+        cut_at = (pages - 1) * page_bytes
+        head = Node(
+            node.key,
+            rest[:cut_at],
+            self._new_tag(),
+            node.parent,
+            depth,
+            hits=node.hits,
+            priority=node.priority,
+            stored=node.stored,
+            events=node.events,
+        )
+        head.at = tuple(Residency(head) for _ in PLACES)
+        for upper, lower in zip(head.at, node.at, strict=True):
+            if lower.state:
+                cut_slots = pages * SLOT_BYTES
+                upper.slots, lower.slots = lower.slots[:cut_slots], lower.slots[cut_slots:]
+                upper.state, upper.filler, upper.locks, upper.kids = lower.state, lower.filler, lower.locks, 1
+                upper.tick = lower.tick
+        self._replace(node, head)
+        node.key = head.tag + rest[cut_at : cut_at + page_bytes]
+        node.rest = rest[cut_at + page_bytes :]
+        self._link(head, node)
+        node.parent = head
+        return head
+
+    def cut_at(self, tail: Node, start: int, depth: int) -> tuple[list[Node], list[Node]]:
+        """Nodes of pages [start, tail.end) above and below ``depth``, which becomes a boundary between nodes."""
+        above: list[Node] = []
+        below: list[Node] = []
+        for node in self.path(tail, start):
+            if node.end <= depth:
+                above.append(node)
+            elif self.start(node) < depth:
+                above.append(self.split(node, depth))
+                below.append(node)
+            else:
+                below.append(node)
+        return above, below
+
+    def remove(self, node: Node) -> None:
+        """Take a childless node that is present nowhere out of the tree."""
+        assert not node.kids
+        self._unlink(node)
+        pages = node.end - self.start(node)
+        self.pages -= pages
+        if node.stored == STORED:
+            self.stored_pages -= pages
+        for place, residency in enumerate(node.at):
+            self.orders[place].discard(residency)
+        cut(node)
+
+    def set_stored(self, node: Node, stored: int) -> None:
+        self.stored_pages += ((stored == STORED) - (node.stored == STORED)) * (node.end - self.start(node))
+        node.stored = stored
+
+    # -- joining ------------------------------------------------------------------------------------------------------------
+
+    def join(self, tail: Node) -> int:
+        """Join the single-child chains through ``tail`` -> nodes that went.
+
+        Only equals are joined: same residencies, none filling, unlocked, same standing with the storage, and the upper not used
+        later than the lower (so eviction stays exact).  Decode commits page by page; this makes two nodes of 384.
+        """
+        if tail.tag == b"" or tail.parent is NOWHERE:
+            return 0
+        while tail.kids == 1 and (kid := tail.kid) is not None and self._joinable(tail, kid):
+            tail = kid
+        gone = 0
+        while tail.parent is not NOWHERE:
+            chain = [tail]
+            up = tail.parent
+            while up.kids == 1 and self._joinable(up, chain[-1]):
+                chain.append(up)
+                up = up.parent
+            if len(chain) > 1:
+                chain.reverse()
+                self._join_chain(chain)
+                gone += len(chain) - 1
+            tail = up
+        return gone
+
+    def _joinable(self, upper: Node, lower: Node) -> bool:
+        if upper.parent is NOWHERE or upper.stored != lower.stored or upper.stored not in (UNSTORED, STORED):
+            return False
+        for above, below in zip(upper.at, lower.at, strict=True):
+            if above.state != below.state or above.state == FILLING or above.locks or below.locks:
+                return False
+            if above.state and above.tick > below.tick:
+                return False
+        return True
+
+    def _join_chain(self, chain: list[Node]) -> None:
+        top, tail = chain[0], chain[-1]
+        parts = [top.rest]
+        for node in chain[1:]:
+            parts += (node.first, node.rest)
+            del self.table[node.key]
+        self._replace(top, tail)
+        tail.key, tail.rest = top.key, b"".join(parts)
+        tail.parent = top.parent
+        tail.events = tuple({id(event): event for node in chain for event in node.events}.values())
+        for place, residency in enumerate(tail.at):
+            residency.slots = b"".join([node.at[place].slots for node in chain])
+            for node in chain[:-1]:
+                self.orders[place].discard(node.at[place])
+        for node in chain[:-1]:
+            cut(node)
+
+    # -- forgetting everything ----------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Empty the tree at once; the old nodes' links are cut later, in slices (`cut_garbage`).  Roots stay."""
+        if self.table:
+            self._garbage.append(self.table)
+        self.table = {}
+        self.hints.clear()
+        for root in self.roots.values():
+            root.kid, root.kids = None, 0
+            for residency in root.at:
+                residency.kids = residency.locks = 0
+        for order in self.orders:
+            order.drop()
+        self.evictable = [0] * len(PLACES)
+        self.resident = [0] * len(PLACES)
+        self.pages = self.stored_pages = 0
+
+    @property
+    def has_garbage(self) -> bool:
+        return bool(self._garbage)
+
+    def cut_garbage(self) -> None:
+        """Cut at most a few thousand nodes of those that `clear` left: a bounded stretch, call it until `has_garbage` ends."""
+        for _ in range(_SLICE_NODES):
+            if not self._garbage:
+                return
+            table = self._garbage[-1]
+            if not table:
+                self._garbage.pop()
+                continue
+            cut(table.popitem()[1])
+
+    # -- hints --------------------------------------------------------------------------------------------------------------
+
+    def hint(self, node: Node, key: memoryview, page: int, depth: int) -> None:
+        """The storage was seen to hold ``key`` down to ``depth``; the tree holds it down to page ``page``, the end of ``node``."""
+        begin = page * self.page_bytes
+        child_key = node.tag + key[begin : begin + self.page_bytes]
+        self.hints.pop(child_key, None)
+        self.hints[child_key] = depth
+        if len(self.hints) > _MAX_HINTS:
+            del self.hints[next(iter(self.hints))]
+
+    # -- links --------------------------------------------------------------------------------------------------------------
+
+    def _new_tag(self) -> bytes:
+        self._tags += 1
+        return self._tags.to_bytes(TAG_BYTES, "little")
+
+    def _link(self, parent: Node, node: Node) -> None:
+        self.table[node.key] = node
+        first = node.next = parent.kid
+        node.prev = None
+        if first is not None:
+            first.prev = node
+        parent.kid = node
+        parent.kids += 1
+
+    def _unlink(self, node: Node) -> None:
+        del self.table[node.key]
+        before, after, parent = node.prev, node.next, node.parent
+        if before is None:
+            parent.kid = after
+        else:
+            before.next = after
+        if after is not None:
+            after.prev = before
+        parent.kids -= 1
+
+    def _replace(self, old: Node, new: Node) -> None:
+        """``new`` takes the place of ``old`` among its siblings and in the table (under the old key)."""
+        self.table[old.key] = new
+        before, after = new.prev, new.next = old.prev, old.next
+        if before is None:
+            old.parent.kid = new
+        else:
+            before.next = new
+        if after is not None:
+            after.prev = new

@@ -1,0 +1,68 @@
+"""Figures of Core at one moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from hicache_actors.core.state import State
+from hicache_actors.core.words import DEVICE, HOST, SLOT_BYTES
+
+
+class TierUsage(msgspec.Struct, frozen=True):
+    """Pages of one tier: ``free + owned + limbo = total``.
+
+    ``owned``: by nodes, leases and running prefetches; ``limbo``: slots that a copy or read may still touch (jobs after their
+    RESULT, strays).  ``evictable`` is a part of ``owned``, exact on the device.
+    """
+
+    total_pages: int
+    free_pages: int
+    owned_pages: int
+    limbo_pages: int
+    evictable_pages: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted."""
+
+    device: TierUsage
+    host: TierUsage
+    nodes: int
+    tree_pages: int
+    stored_pages: int
+    leases: int
+    jobs: Mapping[str, int]
+    retries: int
+    pending_acquires: int
+
+
+def tier_usage(state: State, place: int) -> TierUsage:
+    """O(open jobs + leases + pins), whatever the tree holds."""
+    owned = state.tree.resident[place] + state.jobs.own_pages(place, limbo=False)
+    if place == DEVICE:
+        owned += sum(lease.private_pages for lease in state.leases.values())
+    strays = sum(len(stray.slots) for stray in state.pins.strays(place)) // SLOT_BYTES
+    return TierUsage(
+        total_pages=state.pools[place].total,
+        free_pages=state.pools[place].free,
+        owned_pages=owned,
+        limbo_pages=state.jobs.own_pages(place, limbo=True) + strays,
+        evictable_pages=state.tree.evictable[place],
+    )
+
+
+def usage(state: State, retries: int, pending_acquires: int) -> Usage:
+    return Usage(
+        device=tier_usage(state, DEVICE),
+        host=tier_usage(state, HOST),
+        nodes=len(state.tree.table),
+        tree_pages=state.tree.pages,
+        stored_pages=state.tree.stored_pages,
+        leases=len(state.leases),
+        jobs=dict(Counter(f"{job.kind}.{job.phase.name.lower()}" for job in state.jobs.open.values())),
+        retries=retries,
+        pending_acquires=pending_acquires,
+    )

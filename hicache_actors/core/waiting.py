@@ -1,0 +1,208 @@
+"""Waiters that Core keeps: pending acquires, `stored`, `drained`.
+
+Each call returns the id of a waiter; a `Wake` effect with that id brings the answer.  Acquires are settled in apply (and at the end
+of the section that asks, when there is nothing to fetch); the others when a section ends in which something has changed.
+"""
+
+from __future__ import annotations
+
+from hicache_actors.core.fetch import Fetched, Fetches
+from hicache_actors.core.leases import CoreLease, Leases
+from hicache_actors.core.node import SAVING, STORED, WAITING, Node
+from hicache_actors.core.saving import Saving
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, Phase, Shortfall, Tokens, Wake
+from hicache_actors.errors import UsageError
+
+
+class Acquire:
+    """A pending acquire: waits for its prefetch, then gets its lease and load in that same section."""
+
+    __slots__ = ("deadline_s", "job", "joined", "priority", "rid", "started_ms", "tokens")
+
+    def __init__(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int, started_ms: int) -> None:
+        self.tokens, self.rid, self.deadline_s, self.priority = tokens, rid, deadline_s, priority
+        self.started_ms = started_ms
+        self.job = 0  # its prefetch; 0: nothing to wait for
+        self.joined = False  # somebody else's prefetch
+
+
+class Waiting:
+    def __init__(self, state: State, leases: Leases, fetches: Fetches, saving: Saving) -> None:
+        self.state, self.leases, self.fetches, self.saving = state, leases, fetches, saving
+        self.acquires: dict[int, Acquire] = {}
+        self.stores: dict[int, tuple[Tokens, bool]] = {}  # tokens, was all of it in the tree at some time
+        self.drains: dict[int, None] = {}
+        self._acquired: dict[int, CoreLease] = {}
+        self._rids: dict[str, int] = {}
+        self._last = 0
+
+    # -- acquire ------------------------------------------------------------------------------------------------------------
+
+    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> int:
+        if rid in self.state.leases or rid in self._rids:
+            raise UsageError(f"request {rid!r} has a lease or a pending acquire already")
+        self._last += 1
+        waiter = self._last
+        acquire = self.acquires[waiter] = Acquire(tokens, rid, deadline_s, priority, self.state.now_ms)
+        self._rids[rid] = waiter
+        self._fetch(acquire)
+        self.state.note(Note.ACQUIRE, waiter, acquire.job, self.state.text(rid))
+        return waiter
+
+    def _fetch(self, acquire: Acquire) -> None:
+        state = self.state
+        left_s = acquire.deadline_s
+        if left_s is not None:
+            left_s -= (state.now_ms - acquire.started_ms) / 1000
+        acquire.job = 0
+        if left_s is not None and left_s <= 0:
+            return
+        known = state.jobs.last
+        if self.fetches.missing_pages(acquire.tokens):
+            acquire.job = self.fetches.open(acquire.tokens, acquire.rid, left_s, acquire.priority) or 0
+        acquire.joined = 0 < acquire.job <= known
+
+    def on_apply(self) -> None:
+        """``best_effort``: at the first apply after its HIT a fetch is stopped; what has arrived counts.
+
+        Called before the values of this apply, so a job that runs has had its HIT in an earlier one.
+        """
+        if self.state.config.prefetch_policy == "best_effort":
+            for acquire in self.acquires.values():
+                job = self.state.jobs.open.get(acquire.job)
+                if job is not None and job.phase is Phase.RUN:
+                    self.fetches.stop(acquire.job, acquire.rid)
+
+    def settle_acquires(self) -> None:
+        """Give their lease to those whose prefetch has settled, or who have none."""
+        for waiter, acquire in list(self.acquires.items()):
+            if acquire.job:
+                outcome = self.fetches.outcomes.get(acquire.job)
+                if outcome is None:
+                    continue
+                if self._asks_on(acquire, outcome):
+                    self._fetch(acquire)
+                    if acquire.job:
+                        continue
+            del self.acquires[waiter], self._rids[acquire.rid]
+            self.state.effects.append(Wake(waiter, self._admit(waiter, acquire)))
+
+    def _asks_on(self, acquire: Acquire, outcome: Fetched) -> bool:
+        """It joined somebody else's prefetch, which brought all of its part: the rest is asked for now."""
+        return acquire.joined and outcome.pages > 0 and outcome.reason is None
+
+    def _admit(self, waiter: int, acquire: Acquire) -> CoreLease:
+        """Lease and load; if there is no room for all that is on the host, load what fits."""
+        lease = self.leases.lease(acquire.tokens, acquire.rid, acquire.priority)
+        lease.waiter = waiter
+        self._acquired[waiter] = lease
+        refused = self.leases.load(lease, None)
+        if isinstance(refused, Shortfall) and refused.reason == "device_capacity":
+            fits = self.state.available(DEVICE)
+            if fits:
+                self.leases.load(lease, fits * self.state.page, limit="device_capacity")
+        return lease
+
+    def cancel_acquire(self, waiter: int) -> None:
+        acquire = self.acquires.pop(waiter, None)
+        if acquire is not None:
+            del self._rids[acquire.rid]
+            if acquire.job:
+                self.fetches.leave(acquire.job, acquire.rid)
+            self.fetches.take(acquire.rid)
+            return
+        lease = self._acquired.pop(waiter, None)
+        if lease is not None and not lease.closed:
+            for job_id in lease.loads:
+                self.leases.loads.forget(job_id)
+            self.leases.release(lease, None)
+
+    def on_release(self, lease: CoreLease) -> None:
+        self._acquired.pop(lease.waiter, None)
+
+    # -- stored and drained -------------------------------------------------------------------------------------------------
+
+    def stored(self, tokens: Tokens) -> int:
+        self._last += 1
+        self.stores[self._last] = tokens, False
+        self.state.changed = True
+        return self._last
+
+    def drained(self) -> int:
+        self._last += 1
+        self.drains[self._last] = None
+        self.state.changed = True
+        return self._last
+
+    def cancel(self, waiter: int) -> object:
+        """Drop a waiter of `stored` or `drained` -> its answer as of now; None for an unknown id."""
+        entry = self.stores.pop(waiter, None)
+        if entry is not None:
+            tokens, reason, _ = self._stored_now(*entry)
+            return tokens, reason
+        if waiter in self.drains:
+            del self.drains[waiter]
+            return self.pages_left()
+        return None
+
+    def end_section(self) -> None:
+        state = self.state
+        if not state.changed:
+            return
+        state.changed = False
+        for waiter, entry in list(self.stores.items()):
+            tokens, reason, whole = self._stored_now(*entry)
+            self.stores[waiter] = entry[0], whole
+            if reason != "pending":
+                del self.stores[waiter]
+                state.effects.append(Wake(waiter, (tokens, reason)))
+        if self.drains and (state.degraded or self.saving.idle):
+            left = self.pages_left()
+            for waiter in self.drains:
+                state.effects.append(Wake(waiter, left))
+            self.drains.clear()
+
+    def pages_left(self) -> int:
+        """Pages in the tree that the write policy wants saved and that are not (with a storage: stored, without: on the host)."""
+        state, tree = self.state, self.state.tree
+        if state.config.write_policy == "none":
+            return 0
+        return tree.pages - (tree.stored_pages if state.config.storage else tree.resident[HOST])
+
+    def _stored_now(self, tokens: Tokens, was_whole: bool) -> tuple[int, str | None, bool]:
+        """-> tokens of the acknowledged run; why not more (None: that is all; "pending": more may come); is all in the tree."""
+        state, tree, key = self.state, self.state.tree, tokens.packed
+        stop = len(tokens) // state.page
+        node, page = tree.root(tokens.scope), 0
+        run, stands, unproven, reason = 0, True, False, None
+        while page < stop:
+            child = tree.child(node, key, page)
+            if child is None:
+                break
+            depth = tree.shared(child, key, page, stop)
+            unproven = unproven or child.at[DEVICE].state == FILLING
+            if stands and child.stored == STORED:
+                run = depth
+            elif stands:
+                stands, reason = False, self._why_not(child, unproven)
+            page = depth
+            if depth < child.end:
+                break
+            node = child
+        whole = page >= stop
+        if run >= stop:
+            return stop * state.page, None, True
+        if state.degraded:
+            reason = "degraded"
+        elif not state.config.storage:
+            reason = "no_storage"
+        elif stands:
+            reason = "evicted" if was_whole else "not_committed"
+        return run * state.page, reason, whole or was_whole
+
+    def _why_not(self, node: Node, unproven: bool) -> str:
+        """Why a node in the tree is not stored: still under way, or given up."""
+        host = node.at[HOST]
+        under_way = node.stored in (SAVING, WAITING) or host.state == FILLING or (unproven and host.state != READY)
+        return "pending" if under_way else "given_up"
