@@ -295,3 +295,7 @@ class Fetches:
     def take(self, rid: str) -> Fetched | None:
         """For the account of a lease that opens now."""
         return self._fetched.pop(rid, None)
+
+    def give_back(self, rid: str, fetched: Fetched) -> None:
+        """The lease ended before it computed anything: the next one of this request has waited for the fetch all the same."""
+        self._fetched.setdefault(rid, fetched)

@@ -338,8 +338,7 @@ class Leases:
                 if device.state == ABSENT:
                     tree.put(child, DEVICE, pages[page:depth].tobytes(), READY)
                     published += depth - page
-                    if host.state == ABSENT:
-                        child.events = events
+                    child.events = events  # even if the host has them: it may lose them before the pass has ended
                 else:
                     lease.twins.append((page, depth))
                 if priority > child.priority:
@@ -367,6 +366,8 @@ class Leases:
             return
         lease.closed = True
         del state.leases[lease.rid]
+        if lease.fetched is not None and not lease.allocated:
+            self.fetches.give_back(lease.rid, lease.fetched)
         events = lease.events if after is None else [*lease.events, after]
         if lease.holds:
             job = self._new_drain()

@@ -140,6 +140,8 @@ class Loads:
         for lease in self.state.leases.values():
             if job.id in lease.loads and lease.failed is None and all(map(self.settled, lease.loads)):
                 lease.ready_tokens = lease.usable_tokens
+        if verdict is not None:
+            self._drop_unasked(job.id, verdict)
 
     def hold(self, job_id: int) -> None:
         """One more lease waits for this load; each drops it with `forget`."""
@@ -149,8 +151,12 @@ class Loads:
         verdict = self.verdicts.get(job_id)
         if verdict is not None:
             verdict.holders -= 1
-            if verdict.holders <= 0:
-                del self.verdicts[job_id]
+            self._drop_unasked(job_id, verdict)
+
+    def _drop_unasked(self, job_id: int, verdict: _Verdict) -> None:
+        """An open load keeps its verdict even if nobody holds it: the next lease may join its fill."""
+        if verdict.holders <= 0 and verdict.result is not None:
+            del self.verdicts[job_id]
 
     def settled(self, job_id: int) -> bool:
         verdict = self.verdicts.get(job_id)

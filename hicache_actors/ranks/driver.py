@@ -104,8 +104,13 @@ class Driver(abc.ABC):
 
     def check_owner(self) -> None:
         """For reads of Core (`match`, results): raises UsageError on a thread that does not own Core."""
-        if self._owner is not None and threading.get_ident() != self._owner:
+        if not self.owned_here:
             raise UsageError("this call belongs on the thread that owns the cache's decisions")
+
+    @property
+    def owned_here(self) -> bool:
+        """Whether the calling thread owns Core's decisions (or nobody does yet)."""
+        return self._owner is None or threading.get_ident() == self._owner
 
     @property
     def alive(self) -> bool:

@@ -57,6 +57,10 @@ class StepDriver(Driver):
         return self.core.needs_step and not self._peers_lost
 
     @property
+    def step_open(self) -> bool:
+        return self._open
+
+    @property
     def pace_s(self) -> float:
         """How long the next `begin_step` would wait for local news; only time depends on it."""
         if not self._idle or not self.needs_step or self._queued or self._inbox:

@@ -1,0 +1,375 @@
+"""The cache as its users see it.
+
+Decisions (`match`, `lease`, `prefetch`, and the methods of a lease) belong to Core's owner thread and return at once.  Async
+verbs (`acquire`, `stored`, `drain`, `reset`) belong to the loop.  Expected refusals are values with a reason; an exception means
+a call out of place (`UsageError`), a closed cache (`StoppedError`), or bad tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import anyio
+import msgspec
+
+from hicache_actors.assembly import DriverKind, Parts, build
+from hicache_actors.backends.backend import Backend
+from hicache_actors.config import Config
+from hicache_actors.core import Core, CoreLease, Usage
+from hicache_actors.core.words import Match
+from hicache_actors.cuda_ext.device import Device
+from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
+from hicache_actors.handles import Lease, Prefetch, check_rid
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.observer import Observer
+from hicache_actors.pipelines.effects import Pipelines
+from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.ranks import Driver, StepDriver
+from hicache_actors.runtime import SystemSnapshot, Workers, WorkersSnapshot
+from hicache_actors.tiers.device import DeviceSnapshot
+from hicache_actors.tiers.host import HostSnapshot
+from hicache_actors.tiers.storage import StorageSnapshot
+
+T = TypeVar("T")
+State: TypeAlias = Literal["open", "degraded", "closing", "closed"]
+
+_IDLE_STEP_S: Final = 0.005  #: between the steps that a closing cache makes by itself
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """``tokens`` of the acknowledged leading run; ``reason`` says why it is not all of the prompt's whole pages, else None."""
+
+    tokens: int
+    reason: str | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What the cache is doing, at one instant.  ``counts``: decisions of Core by name, since the cache was opened."""
+
+    state: State
+    failure: str | None
+    core: Usage
+    counts: Mapping[str, int]
+    device: DeviceSnapshot
+    host: HostSnapshot
+    storage: StorageSnapshot | None
+    system: SystemSnapshot
+    workers: tuple[WorkersSnapshot, ...]
+    open_jobs: int
+
+
+class HiCache:
+    """A KV cache in three tiers.  Open it with `HiCache.open`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._closing = self._closed = False
+        self._rids = itertools.count(1)
+
+    @staticmethod
+    @asynccontextmanager
+    async def open(
+        config: Config,
+        kv: KVTensors | None = None,
+        *,
+        slots: Literal["owned", "engine"] = "owned",
+        driver: DriverKind = "auto",
+        device: Device | None = None,
+        backend: Backend | None = None,
+    ) -> AsyncIterator[HiCache]:
+        """A cache on the running loop, closed when the block ends.
+
+        ``kv``: the engine's KV tensors; without them they are made (``config.shape``, ``config.device.pages``).
+        ``driver``: "auto" (every call decides at once, on the loop) or "step" (an engine thread calls `begin_step`/`end_step`).
+        ``device``, ``backend``: objects to use in place of those that the tensors and ``config.storage.url`` name.
+
+        Raises `ConfigError` before anything is started, and `BackendError` if the store cannot be opened.  A bug inside that
+        degraded the cache meanwhile is raised when the block ends, unless the block itself raised.
+        """
+        if slots != "owned":
+            raise ConfigError(
+                "slots",
+                slots,
+                "engine-owned blocks are not built yet",
+                allowed=("owned",),
+                fix="let the cache own the slots",
+            )
+        parts = build(config, kv, driver=driver, device=device, backend=backend)
+        cache = HiCache(parts)
+        try:
+            await parts.start()
+            yield cache
+        finally:
+            # Memory must not go while copies run, however the block ended.
+            with anyio.CancelScope(shield=True):
+                await cache._close()
+        if parts.system.failed is not None:
+            raise HiCacheError(f"the cache failed while it was open: {parts.system.failed!r}") from parts.system.failed
+
+    # -- decisions: Core's owner thread --------------------------------------------------------------------------------
+
+    @property
+    def page_size(self) -> int:
+        return self.core.page_size
+
+    @property
+    def kv(self) -> KVTensors:
+        """The device pool."""
+        return self._parts.kv
+
+    def match(self, prompt: Prompt) -> Match:
+        """What is cached of ``prompt``.  Never changes anything."""
+        self.driver.check_owner()
+        return self.core.match(prompt)
+
+    def lease(self, prompt: Prompt, rid: str, *, priority: int = 0) -> Lease:
+        """Pin what the device has of ``prompt``, ready or loading.  ``rid`` names the request, once at a time."""
+        self._check_open()
+        check_rid(rid)
+        with self.driver.section():
+            return Lease(self, self.core.lease(prompt, rid, priority), prompt)
+
+    def prefetch(self, prompt: Prompt, rid: str, *, deadline_s: float | None = None, priority: int = 0) -> Prefetch:
+        """Bring what the host lacks of ``prompt`` from storage, if the missing span is worth it."""
+        self._check_open()
+        check_rid(rid)
+        with self.driver.section():
+            job = self.core.prefetch(prompt, rid, deadline_s, priority)
+            return Prefetch(self, None if job is None else self.open_job(job), rid)
+
+    @property
+    def needs_step(self) -> bool:
+        """While it is true an engine with driver="step" makes (empty) steps.  Always False with driver="auto"."""
+        return self.driver.needs_step
+
+    def begin_step(self, timeout_s: float = 5.0) -> None:
+        """Open a step on this thread, which owns the decisions until the next one: apply what has ended since.
+
+        Blocks up to 5 ms in an empty step, to pace it.  driver="step" only.
+        """
+        self._check_open()
+        self._step_driver().begin_step(timeout_s)
+
+    async def begin_step_async(self, timeout_s: float = 5.0) -> None:
+        """`begin_step` for an engine that runs on the loop: never blocks it."""
+        self._check_open()
+        driver = self._step_driver()
+        if (pace_s := driver.pace_s) > 0:
+            await anyio.sleep(pace_s)
+        driver.begin_step(timeout_s, pace=False)
+
+    def end_step(self) -> None:
+        """Close the step: what it decided is started."""
+        self._step_driver().end_step()
+
+    # -- async frontends: the loop -------------------------------------------------------------------------------------
+
+    def acquire(
+        self, prompt: Prompt, *, deadline_s: float | None = None, rid: str | None = None, priority: int = 0
+    ) -> AbstractAsyncContextManager[Lease]:
+        """A lease on all that can be had of ``prompt``: fetched from storage if that is worth it (at most ``deadline_s``),
+        loading into the device pool.  Released when the block ends, whatever ends it.
+
+        A lease that got less than it could says why in ``account.reasons``; it never fails a request.
+        """
+        self._check_open()
+        name = f"request-{next(self._rids)}" if rid is None else rid
+        check_rid(name)
+        return _Acquire(self, prompt, name, deadline_s, priority)
+
+    async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
+        """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
+        answer: tuple[int, str | None] | None = await self._ask(lambda core: core.stored(prompt), deadline_s)
+        return Stored(0, "closed") if answer is None else Stored(*answer)
+
+    async def drain(self, deadline_s: float) -> int:
+        """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten."""
+        left: int | None = await self._ask(lambda core: core.drained(), deadline_s)
+        return 0 if left is None else left
+
+    async def reset(self) -> None:
+        """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
+        await self._in_section(lambda core: core.reset())
+
+    # -- observation ---------------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Tell ``observer`` of every batch that has moved and every commit -> a function that ends it."""
+        return self.movers.observe(observer)
+
+    @property
+    def state(self) -> State:
+        if self._closed:
+            return "closed"
+        if self._closing:
+            return "closing"
+        return "degraded" if self.core.degraded or not self.driver.alive else "open"
+
+    def snapshot(self) -> Snapshot:
+        parts = self._parts
+        failure = self.driver.failure
+        return Snapshot(
+            state=self.state,
+            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+            core=self.core.usage(),
+            counts=dict(self.core.counts),
+            device=parts.device_tier.usage(),
+            host=parts.host_tier.usage(),
+            storage=None if parts.storage_tier is None else parts.storage_tier.usage(),
+            system=parts.system.snapshot(),
+            workers=tuple(workers.snapshot() for workers in (parts.workers, parts.io_workers, parts.forward_workers)),
+            open_jobs=parts.pipelines.open_jobs,
+        )
+
+    # -- for handles and tests -----------------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> Core:
+        return self._parts.core
+
+    @property
+    def driver(self) -> Driver:
+        return self._parts.driver
+
+    @property
+    def pipelines(self) -> Pipelines:
+        return self._parts.pipelines
+
+    @property
+    def movers(self) -> Movers:
+        return self._parts.movers
+
+    @property
+    def forward_workers(self) -> Workers:
+        return self._parts.forward_workers
+
+    def open_job(self, job: int) -> OpenJob:
+        return self.pipelines.open_job(job)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise StoppedError("the cache is closed")
+
+    def _step_driver(self) -> StepDriver:
+        if not isinstance(self.driver, StepDriver):
+            raise UsageError('this cache decides by itself; steps need HiCache.open(..., driver="step")')
+        return self.driver
+
+    async def _in_section(self, intent: Callable[[Core], T]) -> T:
+        """Run a decision: at once with driver="auto", else in the next step."""
+        self._check_open()
+        if not isinstance(self.driver, StepDriver):
+            with self.driver.section():
+                return intent(self.core)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def decide(core: Core) -> None:
+            loop.call_soon_threadsafe(_resolve, done, intent(core))
+
+        self.driver.post(decide)
+        return await done
+
+    async def _ask(self, ask: Callable[[Core], int], deadline_s: float) -> Any:
+        """Put a waiter into Core and wait for its answer -> what Core can say when the time is up, else."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def put(core: Core) -> int:
+            waiter = ask(core)
+            self.pipelines.wait_for(waiter, future)
+            return waiter
+
+        waiter = await self._in_section(put)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            return await self._in_section(lambda core: core.cancel_waiter(waiter))
+
+    async def _close(self) -> None:
+        """Stop fetching, let what runs end, stop the parts.  Idempotent, never raises."""
+        if self._closing:
+            return
+        self._closing = True
+        pipelines = self._parts.pipelines
+        pipelines.stop_waiting()
+        pipelines.stop_prefetches()
+        with anyio.move_on_after(self._parts.config.close_timeout_s):
+            if isinstance(self.driver, StepDriver):
+                await self._step_until_idle(self.driver)
+            else:
+                await pipelines.idle()
+        await self._parts.stop()
+        self._closed = True
+
+    async def _step_until_idle(self, driver: StepDriver) -> None:
+        """The engine has stopped stepping: what it left open is brought to its end here."""
+        if driver.step_open:
+            self._parts.log.warning("closed_inside_a_step")
+            return
+        while driver.needs_step:
+            driver.begin_step(0.0, pace=False)
+            driver.end_step()
+            await anyio.sleep(_IDLE_STEP_S)
+
+
+class _Acquire:
+    """`HiCache.acquire`: one intent in Core, and no way to leave it that keeps a pin."""
+
+    def __init__(self, cache: HiCache, prompt: Prompt, rid: str, deadline_s: float | None, priority: int) -> None:
+        self._cache, self._prompt, self._rid = cache, prompt, rid
+        self._deadline_s, self._priority = deadline_s, priority
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> Lease:
+        cache = self._cache
+        cache._check_open()
+        future: asyncio.Future[CoreLease] = asyncio.get_running_loop().create_future()
+        waiter: int | None = None
+
+        def put(core: Core) -> None:
+            nonlocal waiter
+            waiter = core.acquire(self._prompt, self._rid, self._deadline_s, self._priority)
+            cache.pipelines.wait_for(waiter, future)
+
+        def take_back(core: Core) -> None:
+            # Runs after `put`, wherever both run; Core releases a lease that it has made meanwhile.
+            if waiter is not None:
+                core.cancel_acquire(waiter)
+
+        driver = cache.driver
+        if isinstance(driver, StepDriver):
+            driver.post(put)
+        else:
+            with driver.section():
+                put(cache.core)
+        try:
+            core_lease = await future
+        except BaseException:
+            if isinstance(driver, StepDriver):
+                driver.post(take_back)
+            else:
+                driver.defer(take_back)
+            raise
+        self._lease = Lease(cache, core_lease, self._prompt)
+        return self._lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lease is not None:
+            self._lease.release()
+
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)

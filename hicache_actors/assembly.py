@@ -1,0 +1,260 @@
+"""From a configuration to the parts of an open cache, and back.
+
+`build` refuses what cannot be honoured before anything has been started; `Parts.start` starts actors in the order of the data
+(host, device, storage); `Parts.stop` undoes it in reverse, each stage within its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.registry import open_backend
+from hicache_actors.config import Config
+from hicache_actors.core import Core, CoreConfig
+from hicache_actors.cuda_ext import open_device
+from hicache_actors.cuda_ext.device import Device
+from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.keys.namespace import Namespace
+from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.memory.budget import host_budget
+from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.pipelines.effects import Pipelines
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver
+from hicache_actors.runtime import System, Workers, bind_log
+from hicache_actors.tiers.device import DeviceTier
+from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.storage import StorageTier
+
+DriverKind = Literal["auto", "step"]
+
+
+class Parts:
+    """Everything inside one open cache.  Made by `build`, on the loop that it will live on."""
+
+    def __init__(
+        self,
+        config: Config,
+        kv: KVTensors,
+        memory: HostMemory,
+        device: Device,
+        backend: Backend | None,
+        io_workers: Workers,
+        driver: DriverKind,
+    ) -> None:
+        self.config, self.kv, self.memory, self.device, self.backend = config, kv, memory, device, backend
+        self.log = bind_log(part="cache")
+        self.core = Core(_core_config(config, kv, memory, storage=backend is not None))
+        self.board = Board()
+        self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
+        self.workers = Workers("hash", 2)
+        self.forward_workers = Workers("forward", 4)
+        self.io_workers = io_workers
+        self.host_tier = HostTier(memory)
+        self.device_tier = DeviceTier(device, kv, memory)
+        self.storage_tier = None if backend is None else self._storage_tier(backend)
+        self.movers = Movers(
+            self.device_tier,
+            self.host_tier,
+            self.storage_tier,
+            self.workers,
+            deadlines=config.deadlines,
+            storage_config=config.storage,
+            page_size=config.page_size,
+        )
+        self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
+        self.driver = self._make_driver(driver)
+
+    async def start(self) -> None:
+        """Raises what a backend raises when it is opened; nothing is left running then."""
+        if self.backend is not None:
+            await self.backend.open()
+        await self.system.open()
+        await self.system.start(self.host_tier, self.device_tier)
+        if self.storage_tier is not None:
+            await self.system.start(self.storage_tier)
+
+    async def stop(self) -> None:
+        """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
+        limit_s = self.config.close_timeout_s
+        left: list[str] = [*await self.system.close()]
+        if self.storage_tier is not None and (calls := await self.storage_tier.finish_calls(limit_s)):
+            left.append(f"{calls} storage calls")
+        if not await self._close_device(limit_s):
+            left.append("device copies")
+        if self.backend is not None:
+            with anyio.move_on_after(limit_s) as limit:
+                try:
+                    await self.backend.close()
+                except BackendError as error:
+                    self.log.warning("backend_close_failed", exc_info=error)
+            if limit.cancelled_caught:
+                left.append("the backend's close")
+        for workers in (self.workers, self.io_workers, self.forward_workers):
+            left += await workers.aclose(limit_s)
+        self.driver.close()
+        self.memory.close(keep_mapped=bool(left))
+        if left:
+            self.log.error("closed_with_work_left", left=left, memory="kept mapped until the process ends")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _close_device(self, limit_s: float) -> bool:
+        if self.device.kind == "sim":
+            return self.device.close(limit_s)
+        closer = Workers("close", 1)
+        try:
+            return await closer.run(self.device.close, limit_s)
+        finally:
+            closer.close()
+
+    def _storage_tier(self, backend: Backend) -> StorageTier:
+        return StorageTier(
+            self.config.storage.url or type(backend).__name__,
+            backend,
+            SuffixKeys(namespace_of(self.config, self.kv.shape)),
+            self.host_tier,
+            self.workers,
+            read_concurrency=self.config.storage.read_concurrency,
+            write_concurrency=self.config.storage.write_concurrency,
+        )
+
+    def _make_driver(self, kind: DriverKind) -> Driver:
+        loop = asyncio.get_running_loop()
+        opened_s = loop.time()
+
+        def clock_ms() -> int:
+            return int((loop.time() - opened_s) * 1000)
+
+        def schedule(callback: Callable[[], None]) -> None:
+            if not loop.is_closed():  # a copy or a read may end after everybody has gone
+                loop.call_soon_threadsafe(callback)
+
+        if kind == "step":
+            return StepDriver(self.core, self.board, clock_ms, self.pipelines.execute, on_failure=self._core_failed)
+        return AutoDriver(
+            self.core,
+            self.board,
+            clock_ms,
+            self.pipelines.execute,
+            schedule,
+            lambda delay_s, callback: loop.call_later(delay_s, callback).cancel,
+            on_failure=self._core_failed,
+        )
+
+    def _system_failed(self, error: BaseException) -> None:
+        """A bug inside: open work answers 0, and the cache degrades in the apply that learns of it."""
+        self.pipelines.give_up(error)
+        self.driver.fail(error)
+
+    def _core_failed(self, error: BaseException) -> None:
+        if error is not self.system.failed:
+            self.log.error("cache_degraded", exc_info=error)
+
+
+def build(
+    config: Config, kv: KVTensors | None, *, driver: DriverKind, device: Device | None, backend: Backend | None
+) -> Parts:
+    """Raises `ConfigError` for parts that do not fit together."""
+    if driver not in ("auto", "step"):
+        raise ConfigError("driver", driver, "unknown driver", allowed=("auto", "step"))
+    if backend is not None and config.storage.url is not None:
+        raise ConfigError(
+            "storage.url", config.storage.url, "a backend was given as well", fix="leave the URL out, or the backend"
+        )
+    tensors = kv if kv is not None else _own_tensors(config)
+    _check_kv(config, tensors)
+    io_workers = Workers("storage", config.storage.read_concurrency + config.storage.write_concurrency)
+    if config.storage.url is not None:
+        backend = open_backend(config.storage.url, io_workers)
+    if backend is not None:
+        namespace_of(config, tensors.shape)  # a missing fact is refused before memory is taken
+    layout = SlotLayout(tensors.shape, config.host.layout, config.host.header_bytes)
+    budget = host_budget(
+        layout,
+        tensors.pages,
+        pages=config.host.pages,
+        size_gb=config.host.size_gb,
+        ratio=config.host.ratio,
+        reserve_gb=config.host.reserve_gb,
+    )
+    memory = HostMemory(layout, budget.pages)
+    chosen = device if device is not None else open_device(str(tensors.device))
+    return Parts(config, tensors, memory, chosen, backend, io_workers, driver)
+
+
+def namespace_of(config: Config, shape: KVShape) -> Namespace:
+    """What must be equal for two caches to share stored bytes.  Raises `ConfigError` for a missing fact."""
+    return Namespace(
+        model_id=config.model.model_id or "",
+        weights=config.model.weights or "",
+        dtype=shape.dtype,
+        page_size=shape.page_size,
+        layout=config.host.layout,
+        total_kv_heads=config.model.total_kv_heads or shape.heads,
+        head_group=shape.heads,
+        layer_partition=shape.layers,
+        replicated=shape.kv == 1,
+    )
+
+
+def _own_tensors(config: Config) -> KVTensors:
+    if config.shape is None:
+        raise ConfigError(
+            "shape",
+            None,
+            "no KV tensors were given, and nothing says how to make them",
+            fix="pass kv=..., or set shape",
+        )
+    if config.device.pages is None:
+        raise ConfigError(
+            "device.pages",
+            None,
+            "missing, and no KV tensors were given",
+            allowed="integers >= 1",
+            fix="set device.pages",
+        )
+    shape = config.shape
+    return KVTensors.make(
+        KVShape(shape.layers, shape.kv, shape.heads, shape.head_dim, shape.dtype, config.page_size), config.device.pages
+    )
+
+
+def _check_kv(config: Config, kv: KVTensors) -> None:
+    if kv.shape.page_size != config.page_size:
+        raise ConfigError(
+            "page_size",
+            config.page_size,
+            f"the KV tensors have pages of {kv.shape.page_size} tokens",
+            allowed=str(kv.shape.page_size),
+            fix="set page_size to the tensors' second dimension",
+        )
+    if config.device.pages is not None and config.device.pages != kv.pages:
+        raise ConfigError(
+            "device.pages",
+            config.device.pages,
+            f"the KV tensors have {kv.pages} pages",
+            allowed=str(kv.pages),
+            fix="leave device.pages out when tensors are given",
+        )
+
+
+def _core_config(config: Config, kv: KVTensors, memory: HostMemory, *, storage: bool) -> CoreConfig:
+    return CoreConfig(
+        page_size=config.page_size,
+        device_pages=kv.pages,
+        host_pages=memory.slots,
+        write_policy=config.write_policy,
+        eviction=config.eviction,
+        storage=storage,
+        prefetch_threshold_tokens=config.storage.prefetch_threshold_tokens,
+        prefetch_policy=config.storage.prefetch_policy,
+    )

@@ -1,0 +1,316 @@
+"""What callers hold: `Lease`, `Load`, `Prefetch`.
+
+A handle owns nothing: slots belong to Core, copies to the tiers.  Dropping a handle therefore frees nothing, and cancelling the
+task that holds it cuts no transfer; a lease is given back by `Lease.release`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
+
+from hicache_actors.core import Core, CoreLease
+from hicache_actors.core.words import Account, Committed, Failure, LoadResult, Shortfall, pack_slots
+from hicache_actors.cuda_ext.device import Event, Stream
+from hicache_actors.errors import UsageError
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.observer import CommitEnd
+from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.ranks import Driver
+from hicache_actors.runtime import Workers
+from hicache_actors.transfer.completions import Completion
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+class Inside(Protocol):
+    """What a handle needs of the cache that it belongs to."""
+
+    @property
+    def core(self) -> Core: ...
+
+    @property
+    def driver(self) -> Driver: ...
+
+    @property
+    def movers(self) -> Movers: ...
+
+    @property
+    def forward_workers(self) -> Workers: ...
+
+    def open_job(self, job: int) -> OpenJob: ...
+
+
+class _Loads:
+    """The loads that one lease waits for, from the section in which it did so first.
+
+    A lease and its `Load` share it.  When both are gone Core may drop the verdicts; until then it keeps them.
+    """
+
+    def __init__(self, inside: Inside) -> None:
+        self.open: dict[int, OpenJob] = {}
+        weakref.finalize(self, _forget, inside.core, self.open)
+
+    def follow(self, inside: Inside, jobs: Iterable[int]) -> None:
+        # A job that has ended is not open inside any more, so its local half is kept from its first sight.
+        for job in jobs:
+            if job not in self.open:
+                self.open[job] = inside.open_job(job)
+
+
+def _forget(core: Core, jobs: dict[int, OpenJob]) -> None:
+    # On whichever thread collects the handle: verdicts are kept for handles only and decide nothing.
+    for job in jobs:
+        core.forget_load(job)
+
+
+class Load:
+    """The host-to-device copies that a lease waits for, whoever started them.
+
+    Waits are valid until the lease is released; `result` stays answerable afterwards.
+    """
+
+    def __init__(self, inside: Inside, loads: _Loads, tokens: int) -> None:
+        self.tokens = tokens  #: usable tokens of the lease once all copies have ended well
+        self._inside, self._loads = inside, loads
+        self._jobs = tuple(loads.open.values())
+        self._result: LoadResult | None = None
+
+    def stream_wait(self, layer: int, stream: Stream) -> None:
+        """What is submitted to ``stream`` from now on runs after ``layer`` has been loaded.  The caller does not block."""
+        for job in self._jobs:
+            job.waits.stream_wait(layer, stream)
+
+    def wait(self, layer: int, timeout_s: float) -> bool:
+        """Block this thread until ``layer`` has been loaded -> False after ``timeout_s``, or if the load has failed.
+
+        For a forward thread, never for a loop's.  The copy thread wakes it; the event loop takes no part.
+        """
+        until = time.monotonic() + timeout_s
+        return all(job.waits.wait(layer, max(0.0, until - time.monotonic())) for job in self._jobs)
+
+    async def ready(self, layer: int) -> None:
+        """Wait on the loop until ``layer`` has been loaded.  Raises `TransferError` if the load has failed."""
+        for job in self._jobs:
+            await job.waits.ready(layer)
+
+    def result(self) -> LoadResult | None:
+        """The agreed verdict; None until it has been applied.
+
+        No token may be emitted before it is there, and none if ``failed`` is set.  Core's owner thread only; with
+        driver="auto" the call itself applies what waits.
+        """
+        if self._result is None:
+            self._inside.driver.catch_up()
+            self._result = self._agreed()
+        return self._result
+
+    async def verdict(self) -> LoadResult:
+        """Wait for the verdict, on the loop."""
+        for job in self._jobs:
+            await job.settled()
+        if self._result is None:
+            self._result = self._agreed()
+        assert self._result is not None, "a settled load has a result"
+        return self._result
+
+    def _agreed(self) -> LoadResult | None:
+        results = [self._inside.core.load_result(job.job) for job in self._jobs]
+        if any(result is None for result in results):
+            return None
+        failed = [result for result in results if result is not None and result.failed is not None]
+        return min(failed, key=lambda result: result.valid_tokens) if failed else LoadResult(self.tokens)
+
+
+class Lease:
+    """A request's pins on the pages of its prompt, and its own pages.  ``async with`` or `release` gives everything back.
+
+    Every method except `release` belongs to Core's owner thread: the loop's with driver="auto", else the thread that calls
+    `begin_step`.  A call out of place raises `UsageError` and changes nothing.
+    """
+
+    def __init__(self, inside: Inside, core_lease: CoreLease, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self._inside, self._lease = inside, core_lease
+        self._loads = _Loads(inside)
+        self._committed_pages = core_lease.usable_tokens // inside.core.page_size
+        self._released = False
+        self._loading = self._follow(core_lease.loads) if core_lease.loads else None
+
+    @property
+    def rid(self) -> str:
+        return self._lease.rid
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Device page ids in prompt order; grows with `load` and `allocate`, never changes otherwise."""
+        return self._lease.pages
+
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens whose KV can be read now."""
+        return self._lease.ready_tokens
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that are ready or loading: a forward pass starts here, and waits for layers."""
+        return self._lease.usable_tokens
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the pages of this lease were asked to hold."""
+        return self._lease.capacity_tokens
+
+    @property
+    def loading(self) -> Load | None:
+        """What `acquire` or `load` has under way; None if there was nothing to wait for."""
+        return self._loading
+
+    @property
+    def account(self) -> Account:
+        return self._lease.account
+
+    @property
+    def failed(self) -> Failure | None:
+        """Why this lease publishes nothing any more; None while it does."""
+        return self._lease.failed
+
+    def load(self, max_tokens: int | None = None) -> Load | Shortfall:
+        """Bring what the host has into device pages: all of the asked part or nothing.  Idempotent; covers joined fills.
+
+        Comes before the first `allocate`; later it is refused ("after_allocate").
+        """
+        with self._inside.driver.section():
+            answer = self._inside.core.load(self._lease, max_tokens)
+        if isinstance(answer, Shortfall):
+            return answer
+        self._committed_pages = max(self._committed_pages, self._lease.usable_tokens // self._inside.core.page_size)
+        load = self._follow(answer)
+        if answer:
+            self._loading = load
+        return load
+
+    def allocate(self, n_tokens: int) -> Sequence[int] | Shortfall:
+        """Room for ``n_tokens`` more tokens -> the new page ids (none if the open page has room).
+
+        Evicts clean leaves, never waits.
+        """
+        before = len(self._lease.pages)
+        with self._inside.driver.section():
+            refused = self._inside.core.allocate(self._lease, n_tokens)
+        return self._lease.pages[before:] if refused is None else refused
+
+    def commit(self, n_tokens: int, *, after: Event | None = None) -> Committed:
+        """Tokens [0, ``n_tokens``) are computed, or will be once ``after`` has fired: publish their whole pages.
+
+        ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.
+        """
+        inside, lease = self._inside, self._lease
+        with inside.driver.section():
+            committed = inside.core.commit(lease, n_tokens, after)
+        first_page, end_page = self._committed_pages, n_tokens // inside.core.page_size
+        if committed.failed is None and end_page > first_page:
+            self._committed_pages = end_page
+            if inside.movers.observed:
+                inside.movers.tell(CommitEnd(lease.rid, first_page, pack_slots(lease.pages[first_page:end_page])))
+        return committed
+
+    def release(self, *, after: Event | None = None) -> None:
+        """Give everything back.  Any thread, idempotent, never raises; outside a step it is queued for the next one.
+
+        With ``after``, or after a commit with an event or a hold, the slots are kept until those have fired.
+        """
+        if self._released:
+            return
+        self._released = True
+        lease = self._lease
+
+        def give_back(core: Core) -> None:
+            core.release(lease, after)
+
+        driver = self._inside.driver
+        if driver.owned_here:
+            driver.defer(give_back)
+        else:
+            driver.post(give_back)
+
+    def hold(self, until: Future[Any]) -> None:
+        """Keep the slots of this lease until ``until`` is done, also after `release`: for the engine's own threads."""
+        with self._inside.driver.section():
+            self._inside.core.hold(self._lease, until)
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """Run ``fn(*args)`` in a worker thread of the cache; the slots are held until it has returned.
+
+        Safe under any cancellation of the caller: the coroutine ends, ``fn`` runs on, its slots stay.
+        """
+        returned = Completion()
+        with self._inside.driver.section():
+            self._inside.core.hold(self._lease, returned)
+        return await self._inside.forward_workers.run(fn, *args, on_end=returned.finish)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _follow(self, jobs: Iterable[int]) -> Load:
+        self._loads.follow(self._inside, jobs)
+        return Load(self._inside, self._loads, self._lease.usable_tokens)
+
+
+class Prefetch:
+    """A fetch from storage to host that is under way for a request, or was not worth starting."""
+
+    def __init__(self, inside: Inside, job: OpenJob | None, rid: str) -> None:
+        self.rid = rid
+        self._inside, self._job = inside, job
+        self._stopped = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether `agreed_tokens` is final."""
+        return self._job is None or self._job.settled_pages is not None
+
+    @property
+    def agreed_tokens(self) -> int:
+        """Tokens that came to the host on all ranks; 0 until that is agreed.  Decisions use this."""
+        return 0 if self._job is None else (self._job.settled_pages or 0) * self._inside.core.page_size
+
+    @property
+    def arrived_tokens(self) -> int:
+        """Tokens that have arrived here so far: local progress, for display only."""
+        return 0 if self._job is None else self._job.arrived_pages * self._inside.core.page_size
+
+    def stop(self) -> None:
+        """Drop this request's interest; the fetch stops when nobody is left.  What has arrived counts.  Owner thread."""
+        if self._job is None or self._stopped or self.settled:
+            return
+        self._stopped = True
+        job, rid = self._job.job, self.rid
+
+        def stop(core: Core) -> None:
+            core.stop_prefetch(job, rid)
+
+        self._inside.driver.defer(stop)
+
+    async def wait(self) -> int:
+        """Wait until the result is agreed -> agreed tokens.  On the loop."""
+        if self._job is not None:
+            await self._job.settled()
+        return self.agreed_tokens
+
+
+def check_rid(rid: str) -> None:
+    """Raises `UsageError` for what cannot name a request."""
+    if not isinstance(rid, str) or not rid:
+        raise UsageError(f"rid = {rid!r}: a request id is a non-empty text")

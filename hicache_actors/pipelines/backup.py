@@ -1,0 +1,81 @@
+"""Backup: host to storage.
+
+    hash paths -> seal a batch (checksum and header, off the loop) -> store it -> RESULT
+
+Prefix order, one batch at a time while the next is being sealed; the first failure ends the job, so that no hole is stored.
+RESULT counts the leading pages that the store has acknowledged, written now or present before.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from hicache_actors.backends.backend import Stored
+from hicache_actors.core.words import StartBackup
+from hicache_actors.observer import BatchEnd
+from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.transfer.batch import Batch
+
+
+async def backup(movers: Movers, start: StartBackup, job: OpenJob) -> None:
+    save = _Save(movers, job, movers.batches(start.source))
+    with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
+        for path in start.paths:
+            save.hashes += await movers.hash_path(path)
+        await save.run()
+    job.result(save.acknowledged_pages)
+
+
+class _Save:
+    def __init__(self, movers: Movers, job: OpenJob, batches: list[Batch]) -> None:
+        self.hashes: tuple[bytes, ...] = ()
+        self.acknowledged_pages = 0
+        self._movers, self._job, self._batches = movers, job, batches
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as stages:
+            sender, receiver = channel(1, Batch)
+            stages.start_soon(self._seal, sender)
+            stages.start_soon(self._store, receiver, stages.cancel_scope)
+
+    async def _seal(self, sender: Sender[Batch]) -> None:
+        async with sender:
+            for batch in self._batches:
+                sealing = self._movers.storage.start_seal(self._names(batch), batch.slots)
+                self._job.hold_task(sealing)  # it writes headers into the slots
+                if not await self._movers.storage.outcome(sealing, False):
+                    return
+                await sender.send(batch)
+
+    async def _store(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
+        async with receiver:
+            async for batch in receiver:
+                writing = self._movers.storage.start_write(self._names(batch), batch.slots, self._wanted)
+                self._job.hold_task(writing)
+                outcomes = await self._movers.storage.outcome(writing, ())
+                stored = 0
+                while stored < len(outcomes) and outcomes[stored] is not Stored.FAILED:
+                    stored += 1
+                self.acknowledged_pages += stored
+                part = batch.head(stored)
+                if stored:
+                    self._movers.tell(
+                        BatchEnd(
+                            self._job.job,
+                            "backup",
+                            source=part.slots,
+                            hashes=self._names(part),
+                            outcomes=tuple(outcomes[:stored]),
+                        )
+                    )
+                if stored < batch.pages:
+                    stages.cancel()
+                    return
+
+    def _wanted(self) -> bool:
+        return not self._job.answered
+
+    def _names(self, batch: Batch) -> tuple[bytes, ...]:
+        return self.hashes[batch.first_page : batch.first_page + batch.pages]

@@ -1,0 +1,167 @@
+"""Effects become work: the one place where what Core decided is started.
+
+`execute` is called by the driver at the end of each section, on Core's owner thread; pipelines run on the loop.  Effects keep
+their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from hicache_actors.core.words import (
+    Effect,
+    Forget,
+    Grant,
+    Settled,
+    StartBackup,
+    StartDrain,
+    StartLoad,
+    StartPrefetch,
+    StartWriteBack,
+    StopJob,
+    Wake,
+)
+from hicache_actors.errors import HiCacheError, StoppedError
+from hicache_actors.pipelines.backup import backup
+from hicache_actors.pipelines.job import OpenJob, run_job
+from hicache_actors.pipelines.load import load
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.prefetch import prefetch
+from hicache_actors.pipelines.write_back import write_back
+from hicache_actors.ranks import Board
+from hicache_actors.runtime import System, bind_log
+from hicache_actors.transfer.completions import fired
+
+S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup)
+
+
+class Pipelines:
+    """The open jobs of this rank, and the waiters whose answers come from Core."""
+
+    def __init__(self, system: System, movers: Movers, board: Board, layers: int) -> None:
+        self._system, self._movers, self._board, self._layers = system, movers, board, layers
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._jobs: dict[int, OpenJob] = {}
+        self._waiters: dict[int, asyncio.Future[Any]] = {}
+        self._idle = asyncio.Event()
+        self._drains: set[asyncio.Task[None]] = set()
+        self._log = bind_log(part="pipelines")
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def execute(self, effects: list[Effect]) -> None:
+        """Start what the effects ask for: at once on the loop, else by one call to it."""
+        if threading.get_ident() == self._loop_thread:
+            self._start(effects)
+        else:
+            self._loop.call_soon_threadsafe(self._start, effects)
+
+    def open_job(self, job: int) -> OpenJob:
+        """The local half of a job that is open in Core."""
+        with self._lock:
+            found = self._jobs.get(job)
+            if found is None:
+                found = self._jobs[job] = OpenJob(job, self._board, self._layers)
+            return found
+
+    def wait_for(self, waiter: int, future: asyncio.Future[Any]) -> None:
+        """``future``, of the loop, gets the answer that Core will give this waiter.  Inside the section that made the waiter."""
+        self._waiters[waiter] = future
+
+    # -- loop thread ---------------------------------------------------------------------------------------------------
+
+    @property
+    def open_jobs(self) -> int:
+        return len(self._jobs)
+
+    def give_up(self, why: BaseException) -> None:
+        """The task group is dying: no open job may wait for an answer that will not come.
+
+        RELEASED is not given up: each pipeline ends by itself, and what it submitted is waited for.
+        """
+        for job in list(self._jobs.values()):
+            job.answer_rest(why)
+
+    def stop_waiting(self) -> None:
+        """The cache is closing: nobody is answered any more."""
+        waiters, self._waiters = self._waiters, {}
+        for future in waiters.values():
+            if not future.done():
+                future.set_exception(StoppedError("the cache has been closed"))
+
+    def stop_prefetches(self) -> None:
+        """Locally: each fetch ends between batches with what it has."""
+        for job in list(self._jobs.values()):
+            job.stop()
+
+    async def idle(self) -> None:
+        """Wait until no job is open."""
+        while self._jobs:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _start(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartLoad():
+                    self._spawn(load, effect)
+                case StartWriteBack():
+                    self._spawn(write_back, effect)
+                case StartBackup():
+                    self._spawn(backup, effect)
+                case StartPrefetch():
+                    self._spawn(prefetch, effect)
+                case StartDrain():
+                    self._drain(effect)
+                case Grant():
+                    self.open_job(effect.job).grant(effect.slots)
+                case Settled():
+                    self.open_job(effect.job).settle(effect.pages)
+                case StopJob():
+                    self.open_job(effect.job).stop()
+                case Forget():
+                    with self._lock:
+                        self._jobs.pop(effect.job, None)
+                    if not self._jobs:
+                        self._idle.set()
+                case Wake():
+                    self._wake(effect)
+
+    def _spawn(self, pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]], start: S) -> None:
+        job = self.open_job(start.job)
+        try:
+            self._system.spawn(pipeline.__name__, self._run, pipeline, start, job)
+        except StoppedError as why:
+            job.answer_rest(why)
+            job.close()
+
+    async def _run(
+        self, pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]], start: S, job: OpenJob
+    ) -> None:
+        await run_job(job, pipeline(self._movers, start, job))
+
+    def _drain(self, start: StartDrain) -> None:
+        """Outside the task group: an engine's forward ends when it ends, whatever has become of ours."""
+        job = self.open_job(start.job)
+        task = self._loop.create_task(self._wait_all(start, job), name=f"drain-{start.job}")
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _wait_all(self, start: StartDrain, job: OpenJob) -> None:
+        for event in start.events:
+            try:
+                await fired(event)
+            except HiCacheError as error:
+                # Its device is gone, so nothing writes through it any more.
+                self._log.error("event_lost", job=start.job, exc_info=error)
+        job.close()
+
+    def _wake(self, effect: Wake) -> None:
+        future = self._waiters.pop(effect.waiter, None)
+        if future is not None and not future.done():
+            future.set_result(effect.value)

@@ -1,0 +1,153 @@
+"""The local half of a job: what this rank answers, and what still touches the job's slots.
+
+Core's half is replicated and changes only by agreement; this half is local.  It keeps the promise that everything else rests
+on: each job answers once per phase, and is RELEASED once, when the last copy or read that was ever submitted on its slots has
+really ended; also after an error, a deadline, a cancellation or the death of the task group.  Therefore neither depends on a
+task of the group: answers are filed on the `Board`, ends are counted by callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from typing import Any
+
+from hicache_actors.core.words import Phase, Slots, encode_result
+from hicache_actors.errors import TransferError
+from hicache_actors.ranks import Board
+from hicache_actors.transfer.completions import Notifying
+from hicache_actors.transfer.waits import LayerWaits
+
+
+class OpenJob:
+    """Lives from the section that opens the job (so that an engine thread can wait for layers at once) to its `Forget`.
+
+    Loop thread only, except where said.
+    """
+
+    def __init__(self, job: int, board: Board, layers: int) -> None:
+        self.job = job
+        self.waits = LayerWaits(layers)  #: of a load; any thread
+        self.arrived_pages = 0  #: local progress, for display
+        self.stopping = False  #: nobody wants the rest of this prefetch
+        self.settled_pages: int | None = None  #: agreed RESULT
+        self._board = board
+        self._hit = self._answered = self._closed = False
+        self._lock = threading.Lock()
+        self._touching = 1  # the pipeline itself, until close()
+        self._granted: asyncio.Future[Slots | None] | None = None
+        self._stopped: asyncio.Event | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    # -- answers of this rank ------------------------------------------------------------------------------------------
+
+    def hit(self, pages: int) -> None:
+        """HIT; only the first call counts."""
+        if not self._hit:
+            self._hit = True
+            self._board.done(self.job, Phase.HIT, pages)
+
+    @property
+    def answered(self) -> bool:
+        """Whether RESULT has been given: what arrives later is of no use."""
+        return self._answered
+
+    def result(self, pages: int, *, sound: bool = True) -> None:
+        """RESULT; only the first call counts."""
+        if not self._answered:
+            self._answered = True
+            self._board.done(self.job, Phase.RUN, encode_result(pages, sound=sound))
+
+    def answer_rest(self, why: BaseException | None = None) -> None:
+        """Answer 0 to what is still open, and let nobody wait for layers that will not come."""
+        self.hit(0)
+        self.result(0)
+        self.waits.fail(why or TransferError(f"job {self.job} was given up"))
+
+    # -- what touches the slots ----------------------------------------------------------------------------------------
+
+    def hold(self, ending: Notifying) -> None:
+        """RELEASED waits for ``ending``, a ticket."""
+        with self._lock:
+            self._touching += 1
+        ending.add_callback(self._ended)
+
+    def hold_task(self, task: asyncio.Task[Any]) -> None:
+        """RELEASED waits for the end of a storage call."""
+        with self._lock:
+            self._touching += 1
+        task.add_done_callback(lambda _: self._ended())
+
+    def close(self) -> None:
+        """Nothing more will be submitted.  Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._ended()
+
+    def _ended(self) -> None:  # any thread
+        with self._lock:
+            self._touching -= 1
+            last = self._touching == 0
+        if last:
+            self._board.released(self.job)
+
+    # -- what Core decided ---------------------------------------------------------------------------------------------
+
+    def grant(self, slots: Slots) -> None:
+        """These host slots are given to the agreed hit."""
+        self._grant_future().set_result(slots)
+
+    def settle(self, pages: int) -> None:
+        """RESULT is agreed (0 if a prefetch was declined at HIT): wake who waits for it."""
+        self.settled_pages = pages
+        future = self._grant_future()
+        if not future.done():
+            future.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self._stop_event().set()
+
+    async def granted(self) -> Slots | None:
+        """Wait for the grant -> its slots, or None if the hit was declined."""
+        return await self._grant_future()
+
+    async def stopped(self) -> None:
+        await self._stop_event().wait()
+
+    async def settled(self) -> int:
+        """Wait until RESULT is agreed -> pages.  Each caller has a future of its own: cancelling one harms no other."""
+        if self.settled_pages is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        assert self.settled_pages is not None
+        return self.settled_pages
+
+    def _grant_future(self) -> asyncio.Future[Slots | None]:
+        if self._granted is None:
+            self._granted = asyncio.get_running_loop().create_future()
+        return self._granted
+
+    def _stop_event(self) -> asyncio.Event:
+        if self._stopped is None:
+            self._stopped = asyncio.Event()
+        return self._stopped
+
+
+async def run_job(job: OpenJob, pipeline: Awaitable[None]) -> None:
+    """Run a pipeline so that both ends of its job come, whatever happens inside."""
+    why: BaseException | None = None
+    try:
+        await pipeline
+    except BaseException as error:
+        why = error
+        raise
+    finally:
+        job.answer_rest(why)
+        job.close()

@@ -1,0 +1,87 @@
+"""What every pipeline works with: the tiers, the workers, the limits, and the observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from hicache_actors.config import Deadlines, StorageConfig
+from hicache_actors.core.words import TOKEN_BYTES, Path, Slots
+from hicache_actors.keys.hashes import page_hashes
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.observer import Observation, Observer
+from hicache_actors.runtime import Workers
+from hicache_actors.tiers.device import DeviceTier
+from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.storage import StorageTier
+from hicache_actors.transfer.batch import Batch, cut
+
+
+class Movers:
+    """Loop thread only, except `tell`."""
+
+    def __init__(
+        self,
+        device: DeviceTier,
+        host: HostTier,
+        storage: StorageTier | None,
+        workers: Workers,
+        *,
+        deadlines: Deadlines,
+        storage_config: StorageConfig,
+        page_size: int,
+    ) -> None:
+        self.device, self.host = device, host
+        self.deadlines, self.page_size = deadlines, page_size
+        self._storage, self._workers, self._storage_config = storage, workers, storage_config
+        self._page_bytes = host.memory.shape.page_bytes
+        self._observers: list[Observer] = []
+
+    @property
+    def storage(self) -> StorageTier:
+        assert self._storage is not None, "Core opens storage jobs only when there is a store"
+        return self._storage
+
+    def batches(self, slots: Slots) -> list[Batch]:
+        return cut(slots, self._page_bytes)
+
+    def nbytes(self, pages: int) -> int:
+        return pages * self._page_bytes
+
+    def at(self, seconds: float) -> float:
+        """A deadline ``seconds`` from now, on the loop's clock."""
+        return anyio.current_time() + seconds
+
+    def prefetch_limit_s(self, pages: int, asked_s: float | None) -> float:
+        """The caller's limit or the policy's, whichever is shorter; a fetch that hangs ends at the maximum under any policy."""
+        config = self._storage_config
+        policy_s = config.prefetch_timeout_s(pages * self.page_size)
+        limits = [config.prefetch_timeout_max_s, policy_s, asked_s]
+        return min(limit for limit in limits if limit is not None)
+
+    async def hash_path(self, path: Path) -> tuple[bytes, ...]:
+        """Hashes of the pages of ``path``, off the loop; what the prompt has hashed already is reused."""
+        last_page = path.first_page + path.pages
+        hashes: Sequence[bytes]
+        if isinstance(path.prompt, Prompt):
+            hashes = await self._workers.run(path.prompt.page_hashes, self.page_size, last_page)
+        else:
+            tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
+            hashes = await self._workers.run(page_hashes, tokens, path.scope, self.page_size)
+        return tuple(hashes[path.first_page : last_page])
+
+    # -- observers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def observed(self) -> bool:
+        return bool(self._observers)
+
+    def tell(self, what: Observation) -> None:
+        for observer in tuple(self._observers):
+            observer(what)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """-> a function that ends it."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)

@@ -1,0 +1,106 @@
+"""Prefetch: storage to host.
+
+    hash path -> query -> HIT -> (Core grants slots) -> feed -> [read + verify] x k -> count in prefix order -> RESULT
+
+Batches are read several at once and counted in prefix order.  The fetch ends between batches: when nobody wants it any more,
+at its deadline, at the first page that is missing, torn or foreign, or when all has arrived.  What has arrived in one run from
+the front counts.  A read that hangs past the deadline goes on in its task; its slots stay in limbo until it has ended.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from hicache_actors.core.words import StartPrefetch
+from hicache_actors.observer import BatchEnd
+from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.tiers.host import Reserved
+from hicache_actors.transfer.batch import Batch
+
+
+async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
+    path = start.path
+    deadline = movers.at(movers.prefetch_limit_s(path.pages, start.deadline_s))
+    hashes: tuple[bytes, ...] = ()
+    hit = 0
+    with anyio.CancelScope(deadline=deadline):
+        hashes = await movers.hash_path(path)
+        hit = await movers.storage.query(hashes)
+    job.hit(hit)
+    slots = await job.granted()
+    if slots is None:
+        return
+    movers.host.call(Reserved(slots))
+    fetch = _Fetch(movers, job, hashes, movers.batches(slots))
+    with anyio.CancelScope(deadline=deadline):
+        await fetch.run()
+    fetch.report()
+
+
+class _Fetch:
+    """The reading half, after the grant."""
+
+    def __init__(self, movers: Movers, job: OpenJob, hashes: tuple[bytes, ...], batches: list[Batch]) -> None:
+        self._movers, self._job, self._hashes, self._batches = movers, job, hashes, batches
+        self._good: dict[int, int] = {}  # batch -> leading pages that are right
+        self._end = len(batches)  # batches from here on are of no use
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch_stop, group.cancel_scope)
+            sender, receiver = channel(self._movers.storage.read_concurrency, int)
+            async with anyio.create_task_group() as readers:
+                readers.start_soon(self._feed, sender)
+                for _ in range(self._movers.storage.read_concurrency):
+                    readers.start_soon(self._read, receiver.clone())
+                receiver.close()
+            group.cancel_scope.cancel()
+
+    async def _watch_stop(self, scope: anyio.CancelScope) -> None:
+        await self._job.stopped()
+        scope.cancel()
+
+    async def _feed(self, sender: Sender[int]) -> None:
+        async with sender:
+            for number in range(len(self._batches)):
+                if number >= self._end:
+                    return
+                await sender.send(number)
+
+    async def _read(self, receiver: Receiver[int]) -> None:
+        async with receiver:
+            async for number in receiver:
+                if number >= self._end:
+                    continue
+                batch = self._batches[number]
+                hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
+                reading = self._movers.storage.start_read(hashes, batch.slots, self._wanted)
+                self._job.hold_task(reading)
+                good = await self._movers.storage.outcome(reading, 0)
+                self._good[number] = good
+                if good < batch.pages:
+                    self._end = min(self._end, number + 1)
+                self._job.arrived_pages = self._leading()
+
+    def _wanted(self) -> bool:
+        return not self._job.stopping and not self._job.answered
+
+    def _leading(self) -> int:
+        pages = 0
+        for number, batch in enumerate(self._batches):
+            good = self._good.get(number, 0)
+            pages += good
+            if good < batch.pages:
+                break
+        return pages
+
+    def report(self) -> None:
+        pages = self._leading()
+        for batch in self._batches:
+            part = batch.head(pages - batch.first_page)
+            if part.pages:
+                hashes = self._hashes[part.first_page : part.first_page + part.pages]
+                self._movers.tell(BatchEnd(self._job.job, "prefetch", target=part.slots, hashes=hashes))
+        self._job.result(pages)

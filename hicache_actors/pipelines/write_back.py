@@ -1,0 +1,65 @@
+"""Write-back: device to host.
+
+    events (the forwards that compute the pages) -> [submit a batch] -> channel -> [await it, count] -> RESULT
+
+A copy is never submitted before the engine's events say that the pages have been computed; from then on the deadline runs.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from hicache_actors.core.words import StartWriteBack
+from hicache_actors.cuda_ext.device import Ticket
+from hicache_actors.observer import BatchEnd
+from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.movers import Movers
+from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.tiers.device import CopyEnded, SubmitWriteBack
+from hicache_actors.tiers.host import Reserved
+from hicache_actors.transfer.batch import Batch
+from hicache_actors.transfer.completions import fired
+
+BATCHES_IN_FLIGHT = 2  # the stream has the next one before this one ends; more would only delay a stop
+
+
+async def write_back(movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
+    for event in start.events:
+        await fired(event)
+    movers.host.call(Reserved(start.target))
+    copy = _Copy(movers, start, job)
+    with anyio.CancelScope(deadline=movers.at(movers.deadlines.write_back_s)):
+        await copy.run()
+    job.result(copy.done_pages)
+
+
+class _Copy:
+    def __init__(self, movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
+        self.done_pages = 0
+        self._movers, self._start, self._job = movers, start, job
+        self._plan = movers.device.write_back_plan(start.source, start.target)
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as stages:
+            sender, receiver = channel(BATCHES_IN_FLIGHT, tuple[Batch, Ticket])
+            stages.start_soon(self._submit, sender)
+            stages.start_soon(self._collect, receiver, stages.cancel_scope)
+
+    async def _submit(self, sender: Sender[tuple[Batch, Ticket]]) -> None:
+        async with sender:
+            for batch in self._movers.batches(self._start.target):
+                ticket = self._movers.device.call(SubmitWriteBack(self._plan, batch.number))
+                self._job.hold(ticket)
+                await sender.send((batch, ticket))
+
+    async def _collect(self, receiver: Receiver[tuple[Batch, Ticket]], stages: anyio.CancelScope) -> None:
+        async with receiver:
+            async for batch, ticket in receiver:
+                error = await fired(ticket)
+                self._movers.device.tell(CopyEnded("write_back", self._movers.nbytes(batch.pages), error is not None))
+                if error is not None:
+                    stages.cancel()
+                    return
+                self.done_pages += batch.pages
+                source = batch.of(self._start.source)
+                self._movers.tell(BatchEnd(self._job.job, "write_back", source=source, target=batch.slots))

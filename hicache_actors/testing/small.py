@@ -1,0 +1,103 @@
+"""Small caches for tests: real parts throughout, a toy model that checks every byte it reads, and a leak test at the end.
+
+On a virtual-time loop the device is a `SimDevice` and the store needs no threads; elsewhere copies run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from hicache_actors.api import HiCache
+from hicache_actors.assembly import DriverKind
+from hicache_actors.backends.backend import Backend
+from hicache_actors.config import Config, Deadlines, HostConfig, ModelFacts, StorageConfig
+from hicache_actors.cuda_ext.controls import ControlledDevice
+from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.keys.prompt import Prompt
+from hicache_actors.keys.scope import NO_SCOPE, Scope
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.testing.engines import LoopEngine
+from hicache_actors.testing.pools import pools_whole
+from hicache_actors.testing.sim_device import SimDevice
+from hicache_actors.testing.toy_model import ToyModel
+
+PAGE_SIZE = 4
+SHAPE = KVShape(layers=3, kv=2, heads=2, head_dim=4, dtype="float32", page_size=PAGE_SIZE)
+
+
+class Small(msgspec.Struct):
+    """An open cache and what a test does with it."""
+
+    cache: HiCache
+    model: ToyModel
+    engine: LoopEngine
+    device: ControlledDevice[Any]
+
+
+def small_config(
+    *,
+    host_pages: int = 32,
+    url: str | None = None,
+    deadlines: Deadlines | None = None,
+    close_timeout_s: float = 2.0,
+    **storage: Any,
+) -> Config:
+    """Pages of 4 tokens, and a prefetch threshold of one page."""
+    return Config(
+        page_size=PAGE_SIZE,
+        host=HostConfig(pages=host_pages),
+        model=ModelFacts(model_id="toy", weights="v1"),
+        storage=StorageConfig(url=url, prefetch_threshold_tokens=PAGE_SIZE, **storage),
+        deadlines=deadlines or Deadlines(),
+        close_timeout_s=close_timeout_s,
+    )
+
+
+def tokens(pages: int, *, family: int = 0, extra: int = 1) -> list[int]:
+    """``pages`` whole pages and ``extra`` tokens; families share nothing."""
+    return [1000 * family + at for at in range(pages * PAGE_SIZE + extra)]
+
+
+def prompt(pages: int, *, family: int = 0, extra: int = 1, scope: Scope = NO_SCOPE) -> Prompt:
+    """A prompt of which ``pages`` can be reused: at least one token is always computed."""
+    return Prompt(tokens(pages, family=family, extra=extra), scope)
+
+
+@asynccontextmanager
+async def open_small(
+    *,
+    device_pages: int = 16,
+    config: Config | None = None,
+    backend: Backend | None = None,
+    driver: DriverKind = "auto",
+    check_pools: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Small]:
+    """``settings`` are those of `small_config`.  When the block ends well, every pool must be whole."""
+    threads = not getattr(asyncio.get_running_loop(), "threadless", False)
+    device: ControlledDevice[Any] = TorchCpuDevice() if threads else SimDevice()
+    kv = KVTensors.make(SHAPE, device_pages)
+    async with HiCache.open(
+        config or small_config(**settings), kv, device=device, backend=backend, driver=driver
+    ) as cache:
+        model = ToyModel(kv)
+        yield Small(cache, model, LoopEngine(cache, model, threads=threads), device)
+        if check_pools and driver == "auto":
+            await pools_whole(cache)
+
+
+async def evict_device(small: Small, *, family: int = 900) -> None:
+    """Fill the device pool with other prompts, so that nothing else is left on it."""
+    pages = small.cache.kv.pages
+    await small.engine.answer(prompt(pages - 1, family=family))
+    await small.cache.drain(5.0)
+
+
+async def answer_all(small: Small, prompts: Iterable[Prompt]) -> list[tuple[int, ...]]:
+    return [(await small.engine.answer(each)).tokens for each in prompts]

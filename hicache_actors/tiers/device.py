@@ -1,0 +1,93 @@
+"""DeviceTier: the mover of L1.  Owns the copy streams and counts what they do; which pages move is never its decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from hicache_actors.core.words import Slots
+from hicache_actors.cuda_ext.device import Device, Ticket
+from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.runtime import Actor, Ask, Control, handles
+from hicache_actors.transfer.plan import CopyPlan
+from hicache_actors.transfer.waits import LayerWaits
+
+
+class SubmitLoad(Ask[list[Ticket]], frozen=True):
+    """Host to device, one ticket a layer, in layer order; ``waits`` follows them."""
+
+    plan: CopyPlan
+    waits: LayerWaits
+
+
+class SubmitWriteBack(Ask[Ticket], frozen=True):
+    """Device to host, one batch of a plan, all layers."""
+
+    plan: CopyPlan
+    batch: int
+
+
+class CopyEnded(Control, frozen=True):
+    """A pipeline has seen the end of a copy."""
+
+    kind: str
+    nbytes: int
+    failed: bool
+
+
+class DeviceSnapshot(msgspec.Struct, frozen=True):
+    name: str
+    kind: str
+    loaded_bytes: int
+    written_back_bytes: int
+    failed_copies: int
+    device: Mapping[str, int | float | str]
+
+
+class DeviceTier(Actor):
+    """Loads and write-backs have a stream each, so neither waits behind the other."""
+
+    def __init__(self, device: Device, kv: KVTensors, host: HostMemory) -> None:
+        super().__init__("device")
+        self.device, self.kv, self._host = device, kv, host
+        self._loads, self._write_backs = device.stream("load"), device.stream("write_back")
+        self._bytes = {"load": 0, "write_back": 0}
+        self._failed = 0
+
+    def load_plan(self, source: Slots, target: Slots) -> CopyPlan:
+        return CopyPlan(self._host, source, self.kv, target)
+
+    def write_back_plan(self, source: Slots, target: Slots) -> CopyPlan:
+        return CopyPlan(self.kv, source, self._host, target)
+
+    def usage(self) -> DeviceSnapshot:
+        return DeviceSnapshot(
+            name=self.device.name,
+            kind=self.device.kind,
+            loaded_bytes=self._bytes["load"],
+            written_back_bytes=self._bytes["write_back"],
+            failed_copies=self._failed,
+            device=self.device.snapshot(),
+        )
+
+    @handles(SubmitLoad)
+    def _submit_load(self, message: SubmitLoad) -> list[Ticket]:
+        tickets = []
+        for layer in message.plan.layers:
+            ticket = self._loads.submit(message.plan.work(range(layer, layer + 1)))
+            message.waits.follow(layer, ticket)
+            tickets.append(ticket)
+        return tickets
+
+    @handles(SubmitWriteBack)
+    def _submit_write_back(self, message: SubmitWriteBack) -> Ticket:
+        return self._write_backs.submit(message.plan.work(batch=message.batch))
+
+    @handles(CopyEnded)
+    def _copy_ended(self, message: CopyEnded) -> None:
+        if message.failed:
+            self._failed += 1
+        else:
+            self._bytes[message.kind] += message.nbytes
