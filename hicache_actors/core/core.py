@@ -113,8 +113,8 @@ class Core:
 
     @property
     def needs_step(self) -> bool:
-        """A job is open: rounds must go on.  Replicated."""
-        return bool(self.state.jobs.open)
+        """Rounds must go on: a job is open, or somebody waits for a retry, which only the agreed clock brings.  Replicated."""
+        return bool(self.state.jobs.open) or self._waiting.needs_clock
 
     @property
     def next_due_ms(self) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from hicache_actors.core.node import NOWHERE, UNSTORED, WAITING, Node, Residency
 from hicache_actors.core.pool import Pool
 from hicache_actors.core.tree import Tree
-from hicache_actors.core.words import ABSENT, FILLING, HOST, SLOT_BYTES, Slots
+from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, SLOT_BYTES, Slots
 
 
 class Stray:
@@ -137,7 +137,9 @@ class Pins:
             tree.resident[place] -= pages
             residency.slots, residency.state, residency.filler, residency.locks = b"", ABSENT, 0, 0
             tree.orders[place].discard(residency)
-            if place == HOST and node.stored == WAITING:
+            if place == DEVICE:
+                node.events = ()
+            elif place == HOST and node.stored == WAITING:
                 node.stored = UNSTORED
             above = node.parent.at[place]
             above.kids -= 1

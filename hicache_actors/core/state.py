@@ -161,6 +161,8 @@ class State:
         tree.evictable[place] -= pages
         tree.resident[place] -= pages
         residency.slots, residency.state = b"", ABSENT
+        if place == DEVICE:
+            node.events = ()
         above = parent.at[place]
         above.kids -= 1
         if not above.kids:

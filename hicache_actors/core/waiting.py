@@ -135,6 +135,11 @@ class Waiting:
         self.state.changed = True
         return self._last
 
+    @property
+    def needs_clock(self) -> bool:
+        """`stored` or `drained` waits for a retry."""
+        return bool(self.saving.retries) and bool(self.stores or self.drains)
+
     def cancel(self, waiter: int) -> object:
         """Drop a waiter of `stored` or `drained` -> its answer as of now; None for an unknown id."""
         entry = self.stores.pop(waiter, None)
