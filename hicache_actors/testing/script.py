@@ -96,8 +96,9 @@ class TwinScript:
             x = self.rng.random()
             if x < 0.22 and len(self.live) < MAX_LIVE:
                 self._admit()
-            elif x < 0.96 and self.live:
-                self._advance(self.rng.choice(self.live))
+            elif x < 0.96:
+                if self.live:
+                    self._advance(self.rng.choice(self.live))
             elif x < 0.963:
                 with self.section():
                     self.core.reset()
@@ -274,7 +275,7 @@ class TwinScript:
         committed = self.core.commit(lease, upto, event)
         self.stats["published"] += committed.published_pages
         if committed.failed is not None:
-            self.stats[committed.failed] += 1
+            self.stats[f"commit_{committed.failed}"] += 1
             if committed.failed != "degraded":
                 self._finish(request)
         elif self.rng.random() < 0.02:
@@ -314,12 +315,15 @@ class TwinScript:
             results = [self.core.load_result(job) for job in lease.loads]
             if any(result is None for result in results):
                 still.append((lease, events))
-            elif lease.failed != "load_failed" and all(r is not None and r.failed is None for r in results):
+                continue
+            if lease.failed != "load_failed" and all(r is not None and r.failed is None for r in results):
                 for event in events:
                     self.world.emit(event)
                 self.stats["emitted"] += 1
             else:
                 self.stats["withheld"] += 1
+            for job in lease.loads:
+                self.core.forget_load(job)
         self._unjudged = still
 
     def _ask_waiters(self) -> None:

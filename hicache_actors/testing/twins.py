@@ -152,9 +152,9 @@ class TwinRank:
         usage = self.core.usage()
         for tier in TIER_NAMES:
             pool = getattr(usage, tier)
-            if pool.free != pool.total:
+            if pool.free_pages != pool.total_pages:
                 raise TwinFailure("leak", self.options, step, (tier, usage))
-        if usage.leases or self.core.needs_step or (len(self.board) and self.options.kill_step is None):
+        if usage.leases or usage.jobs or (len(self.board) and self.options.kill_step is None):
             raise TwinFailure("leak", self.options, step, (usage, len(self.board)))
 
 

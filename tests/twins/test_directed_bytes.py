@@ -48,7 +48,7 @@ def test_a1_released_on_one_rank_each_is_released_on_none(seed: int) -> None:
         rank.world.fire(hold)
     idle(twins, 20)
     for rank in twins.ranks:
-        assert rank.core.usage().device.free == rank.options.device_pages - 11 - 3
+        assert rank.core.usage().device.free_pages == rank.options.device_pages - 11 - 3
     for rank, hold in zip(twins.ranks, ("hold b", "hold a"), strict=True):
         rank.world.fire(hold)
     twins.settle()
@@ -142,7 +142,7 @@ def test_a5_target_slots_of_a_load_are_free_at_released_not_at_result(seed: int)
 
     def take(rank: TwinRank) -> set[int]:
         lease = rank.core.lease(prompt_of(1, 7000), "taker")
-        assert rank.core.allocate(lease, held.free * PAGE) is None
+        assert rank.core.allocate(lease, held.free_pages * PAGE) is None
         assert isinstance(rank.core.allocate(lease, 10 * PAGE), Shortfall)
         pages = set(lease.pages)
         rank.core.release(lease)

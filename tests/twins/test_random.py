@@ -21,7 +21,7 @@ HAPPENED = (
     "acquire_cancelled",
     "published",
     "allocate_short",
-    "load_failed",
+    "commit_load_failed",
     "emitted",
     "withheld",
     "reset",
