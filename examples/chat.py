@@ -87,52 +87,61 @@ class Demo:
         return Verdict(self.turns, self.shadow, self.replay_all(), judge_speed=self.args.model != "toy")
 
     async def serve(self, cache: HiCache, engine: PagedModel, session: str, turn: int) -> Turn:
-        """One turn.  If a load fails nothing of it is shown and the turn starts over: what is gone is then computed."""
-        args = self.args
-        ids = self.chats.prompt(session, turn)
         while True:
-            started = time.perf_counter()
-            prompt = Prompt(ids)
-            async with cache.acquire(prompt, deadline_s=5.0) as lease:
-                room = lease.allocate(len(ids) + args.new_tokens - lease.usable_tokens)
-                if isinstance(room, Shortfall):
+            served = await self.attempt(cache, engine, session, turn)
+            if served is not None:
+                break
+            await asyncio.sleep(0.05)  # holding nothing, so that what is still being copied can end and free its pages
+        self.chats.answered(session, served.prompt, served.answer)
+        # Serving does not need this; the recomputation that follows shall have the machine to itself.
+        await cache.stored(Prompt(served.prompt + served.answer[:-1]), deadline_s=10.0)
+        return served
+
+    async def attempt(self, cache: HiCache, engine: PagedModel, session: str, turn: int) -> Turn | None:
+        """One turn; None, and nothing of it is shown, if its load failed or pages are about to become free."""
+        args, end = self.args, self.tokenizer.end
+        ids = self.chats.prompt(session, turn)
+        started = time.perf_counter()
+        prompt = Prompt(ids)
+        async with cache.acquire(prompt, deadline_s=5.0) as lease:
+            room = lease.allocate(len(ids) + args.new_tokens - lease.usable_tokens)
+            if isinstance(room, Shortfall):
+                if not room.freeing_pages:
                     raise SystemExit(f"no room for {len(ids)} tokens ({room.reason}): raise --device-pages")
-                pages = engine.new_cache(lease)
-                try:
-                    logits = await lease.run(engine.prefill, ids, pages, args.chunk_tokens)
-                except LoadFailed:
-                    continue
-                if lease.loading is not None and (await lease.loading.verdict()).failed is not None:
-                    continue
-                ttft_s = time.perf_counter() - started
+                return None
+            pages = engine.new_cache(lease)
+            try:
+                logits = await lease.run(engine.prefill, ids, pages, args.chunk_tokens)
+            except LoadFailed:
+                return None
+            if lease.loading is not None and (await lease.loading.verdict()).failed is not None:
+                return None
+            ttft_s = time.perf_counter() - started
 
-                await lease.run(pages.flush)
-                lease.commit(len(ids))
-                account = lease.account
-                n_pages = len(ids) // args.page
-                self.shadow.name(prompt.page_hashes(args.page, n_pages), lease.pages[:n_pages])
-                reused_pages = self.shadow.check_device(lease.pages[: pages.prefix_tokens // args.page])
+            await lease.run(pages.flush)
+            lease.commit(len(ids))
+            account = lease.account
+            n_pages = len(ids) // args.page
+            self.shadow.name(prompt.page_hashes(args.page, n_pages), lease.pages[:n_pages])
+            reused_pages = self.shadow.check_device(lease.pages[: pages.prefix_tokens // args.page])
 
-                answer = await lease.run(decode, engine, pages, logits, args.new_tokens, self.tokenizer.end)
-                prompt.append(answer)
-                await lease.run(pages.flush)
-                lease.commit(len(prompt) - 1)  # the last token has no KV
-            self.chats.answered(session, ids, answer)
-            # Serving does not need this; the recomputation that follows shall have the machine to itself.
-            await cache.stored(Prompt(prompt.tolist()[:-1]), deadline_s=10.0)
-            return Turn(
-                session=session,
-                turn=turn,
-                prompt=ids,
-                answer=answer,
-                account=account,
-                chunk_tokens=args.chunk_tokens,
-                threads=torch.get_num_threads(),
-                reused_pages=reused_pages,
-                first_logits=logits,
-                ttft_s=ttft_s,
-                layer_wait_s=pages.wait_s,
-            )
+            answer = await lease.run(decode, engine, pages, logits, args.new_tokens, end)
+            prompt.append(answer)
+            await lease.run(pages.flush)
+            lease.commit(len(prompt) - 1)  # the last token has no KV
+        return Turn(
+            session=session,
+            turn=turn,
+            prompt=ids,
+            answer=answer,
+            account=account,
+            chunk_tokens=args.chunk_tokens,
+            threads=torch.get_num_threads(),
+            reused_pages=reused_pages,
+            first_logits=logits,
+            ttft_s=ttft_s,
+            layer_wait_s=pages.wait_s,
+        )
 
     def recompute(self, engine: PagedModel, turn: Turn) -> None:
         """The same prompt without a cache: same chunks, same threads, logits of the last token only."""

@@ -16,6 +16,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+
+from hicache_actors import Account
+from hicache_actors.testing.shadow import Mismatch, ShadowStore
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -31,6 +36,7 @@ def example(name: str) -> ModuleType:
 
 smollm2: Any = example("smollm2")
 chat_texts: Any = example("chat_texts")
+chat_proof: Any = example("chat_proof")
 
 
 class TestModelFolder:
@@ -112,6 +118,72 @@ class TestTexts:
         shared = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
         assert 100 < shared < 200
         assert len(a) == len(b)
+
+
+class TestVerdict:
+    """What makes the demo fail."""
+
+    def turn(
+        self, *, tiers: tuple[int, int, int] = (128, 1000, 400), ratio: float = 0.2, restarted: bool = False
+    ) -> Any:
+        device, host, storage = tiers
+        turn = chat_proof.Turn(
+            session="A",
+            turn=1,
+            prompt=[5] * 1600,
+            answer=[6],
+            account=Account(device, host, storage, 1600 - sum(tiers), {}),
+            chunk_tokens=512,
+            threads=1,
+            reused_pages=[],
+            first_logits=torch.zeros(3),
+            ttft_s=ratio,
+            layer_wait_s=0.0,
+        )
+        turn.restarted, turn.recompute_ttft_s, turn.plain_answer = restarted, 1.0, [6]
+        return turn
+
+    def verdict(self, turns: list[Any], *, shadow: ShadowStore | None = None, replayed: int | None = None) -> Any:
+        return chat_proof.Verdict(
+            turns, shadow or ShadowStore(), len(turns) if replayed is None else replayed, judge_speed=True
+        )
+
+    def good(self) -> list[Any]:
+        return [*(self.turn() for _ in range(4)), self.turn(restarted=True)]
+
+    def test_a_good_run_passes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        verdict = self.verdict(self.good())
+        assert verdict.failures == []
+        verdict.show()
+        assert "OK: every page came back" in capsys.readouterr().out
+        assert verdict.to_json()["qualifying_turns"] == 5
+
+    def test_a_page_with_another_content_fails(self) -> None:
+        shadow = ShadowStore()
+        shadow.mismatches.append(Mismatch("load", 3, b"put", b"found"))
+        assert self.verdict(self.good(), shadow=shadow).failures == ["1 pages had another content than was put there"]
+
+    def test_a_turn_that_differs_from_its_replay_fails(self) -> None:
+        verdict = self.verdict(self.good(), replayed=4)
+        assert verdict.failures == ["1 turns differ from their replay"]
+        assert verdict.to_json()["texts_equal"] is False
+
+    def test_a_slow_cache_fails(self) -> None:
+        assert self.verdict([*self.good(), *(self.turn(ratio=0.6) for _ in range(6))]).failures == [
+            "the median ratio is not below 0.5"
+        ]
+
+    def test_too_few_turns_to_judge_fail(self) -> None:
+        turns = [*self.good()[2:], *(self.turn(tiers=(1500, 64, 0)) for _ in range(6))]
+        assert self.verdict(turns).failures == ["only 3 turns qualify for the comparison, 4 are needed"]
+
+    def test_a_tier_that_serves_nothing_fails(self) -> None:
+        turns = [self.turn(tiers=(0, 1500, 0)) for _ in range(5)]
+        assert self.verdict(turns).failures == [
+            "nothing came from storage after the restart",
+            "no token came from device",
+            "no token came from storage",
+        ]
 
 
 def run_chat(*arguments: str) -> subprocess.CompletedProcess[str]:
