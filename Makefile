@@ -37,7 +37,7 @@ types: $(STAMP) ## check types (mypy --strict)
 	mkdir -p build/types/hicache_actors
 	ln -s $(CURDIR)/hicache_actors/* $(CURDIR)/backends $(CURDIR)/cuda_ext build/types/hicache_actors/
 	MYPYPATH=build/types $(BIN)/mypy --strict -p hicache_actors
-	MYPYPATH=build/types $(BIN)/mypy --strict examples tests
+	MYPYPATH=build/types:examples $(BIN)/mypy --strict examples tests docs
 
 format: $(STAMP) ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix-only .

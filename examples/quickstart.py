@@ -84,7 +84,11 @@ async def serve(config: Config, device_pages: int, prompts: dict[str, Prompt], t
         pages_left = await cache.drain(deadline_s=10.0)
         print(f"{title:8} closing; pages not yet stored: {pages_left}")
     total = Account(
-        *(sum(getattr(a, tier) for a in accounts) for tier in ("device", "host", "storage", "computed")), {}
+        device=sum(account.device for account in accounts),
+        host=sum(account.host for account in accounts),
+        storage=sum(account.storage for account in accounts),
+        computed=sum(account.computed for account in accounts),
+        reasons={},
     )
     return engine.wrong_tokens, total
 

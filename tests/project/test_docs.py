@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import hicache_actors
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -62,6 +65,19 @@ def test_the_map_of_folders_is_complete() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page: Path) -> None:
+    for name in re.findall(
+        r"`(?:hicache_actors\.)?((?:testing|backends|core|cuda_ext|keys|runtime)\.[\w.]+)`", page.read_text()
+    ):
+        value: object = hicache_actors
+        place = "hicache_actors"
+        for part in name.split("."):
+            place = f"{place}.{part}"
+            value = getattr(value, part) if hasattr(value, part) else import_module(place)
+        assert value is not None, name
 
 
 def test_the_backend_that_is_documented_passes_the_contract(tmp_path: Path) -> None:
