@@ -334,7 +334,7 @@ class Leases:
                     depth = tree.shared(child, key, page, stop)
                     if depth < child.end:
                         child = tree.split(child, depth)
-                device, host = child.at
+                device = child.at[DEVICE]
                 if device.state == ABSENT:
                     tree.put(child, DEVICE, pages[page:depth].tobytes(), READY)
                     published += depth - page

@@ -128,7 +128,8 @@ class Loads:
         state = self.state
         prompts = {id(lease.pin.tail): lease.tokens for lease in state.leases.values()}
         for node in state.tree.subtree(top):
-            if node.at[DEVICE].state == READY and not node.at[DEVICE].kids:
+            # making room for one may have taken others, that are on the host only, out of the tree
+            if node.tag and node.at[DEVICE].state == READY and not node.at[DEVICE].kids:
                 state.want_host(node, prompts.get(id(node)))
 
     # -- verdicts -----------------------------------------------------------------------------------------------------------
