@@ -21,7 +21,7 @@ from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.words import TIER_NAMES, Effect, Wake
 from hicache_actors.errors import PeerError, TransferError
 from hicache_actors.keys.prompt import Prompt
-from hicache_actors.ranks import AutoDriver, Board, Pending, Round, RoundVector, StepDriver
+from hicache_actors.ranks import AutoDriver, Board, Driver, Pending, Round, RoundVector, StepDriver
 from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family_scope, family_tokens
 from hicache_actors.testing.world import Faults, SimWorld, page_keys
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class TwinFailure(AssertionError):
-    """What a run has caught; ``kind`` is one of ``diverged``, ``wrong bytes``, ``leak``, ``stuck``."""
+    """What a run has caught; ``kind`` is one of ``diverged``, ``wrong bytes``, ``broken`` (Core), ``leak``, ``stuck``."""
 
     def __init__(self, kind: str, options: TwinOptions, step: int, detail: object) -> None:
         super().__init__(f"{kind} at step {step}: {detail}\n  replay: {options.command()}")
@@ -255,8 +255,14 @@ class Twins:
         for driver in self.drivers:
             if isinstance(driver.failure, PeerError):
                 raise TwinFailure("diverged", self.options, self.steps, driver.failure)
+            _must_not_be_broken(self.options, self.steps, driver)
         if len({rank.core.state_digest() for rank in self.ranks}) != 1:
             raise TwinFailure("diverged", self.options, self.steps, [rank.core.usage() for rank in self.ranks])
+
+
+def _must_not_be_broken(options: TwinOptions, step: int, driver: Driver) -> None:
+    if driver.failure is not None and not isinstance(driver.failure, TransferError):
+        raise TwinFailure("broken", options, step, repr(driver.failure)) from driver.failure
 
 
 def run_twins(
@@ -310,6 +316,7 @@ def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = 
         rank.script.between_steps()
         if step % options.check_every == 0:
             rank.core.check()
+        _must_not_be_broken(options, step, driver)
         if step == options.kill_step:
             rank.world.dead = True
             driver.fail(TransferError("killed"))
