@@ -80,16 +80,16 @@ class LoopEngine:
     async def _prefill(self, prompt: Prompt, lease: Lease) -> int | None:
         """-> the first token, or None if it must not be emitted because the load failed."""
         load = lease.loading
-        if load is not None and not self._threads:
-            try:
-                for layer in range(self.model.kv.shape.layers):
-                    await load.ready(layer)
-            except TransferError:
-                return None
         waits = load if self._threads else None
         try:
+            if load is not None and not self._threads:
+                for layer in range(self.model.kv.shape.layers):
+                    await load.ready(layer)
             token = await lease.run(self.model.forward, prompt, lease.pages, lease.usable_tokens, len(prompt), waits)
         except TransferError:
+            if load is None:
+                raise
+            await load.verdict()  # before it is agreed, the next try would join the failed load
             return None
         return token if load is None or (await load.verdict()).failed is None else None
 
