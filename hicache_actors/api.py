@@ -20,10 +20,10 @@ import msgspec
 from hicache_actors.assembly import DriverKind, Parts, build
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config
-from hicache_actors.core import Core, CoreLease, Usage
+from hicache_actors.core import Core, Usage
 from hicache_actors.core.words import Match
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
+from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, UsageError
 from hicache_actors.handles import Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
@@ -110,8 +110,9 @@ class HiCache:
             # Memory must not go while copies run, however the block ended.
             with anyio.CancelScope(shield=True):
                 await cache._close()
-        if parts.system.failed is not None:
-            raise HiCacheError(f"the cache failed while it was open: {parts.system.failed!r}") from parts.system.failed
+        failure = parts.driver.failure
+        if failure is not None and not isinstance(failure, PeerError):
+            raise HiCacheError(f"the cache failed while it was open: {failure!r}") from failure
 
     # -- decisions: Core's owner thread --------------------------------------------------------------------------------
 
@@ -186,17 +187,17 @@ class HiCache:
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
-        answer: tuple[int, str | None] | None = await self._ask(lambda core: core.stored(prompt), deadline_s)
-        return Stored(0, "closed") if answer is None else Stored(*answer)
+        return Stored(*await self._ask(lambda core: core.stored(prompt), Core.cancel_waiter, deadline_s))
 
     async def drain(self, deadline_s: float) -> int:
         """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten."""
-        left: int | None = await self._ask(lambda core: core.drained(), deadline_s)
-        return 0 if left is None else left
+        pages: int = await self._ask(Core.drained, Core.cancel_waiter, deadline_s)
+        return pages
 
     async def reset(self) -> None:
         """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
-        await self._in_section(lambda core: core.reset())
+        self._check_open()
+        await self._decided(Core.reset)
 
     # -- observation ---------------------------------------------------------------------------------------------------
 
@@ -264,36 +265,66 @@ class HiCache:
             raise UsageError('this cache decides by itself; steps need HiCache.open(..., driver="step")')
         return self.driver
 
-    async def _in_section(self, intent: Callable[[Core], T]) -> T:
-        """Run a decision: at once with driver="auto", else in the next step."""
-        self._check_open()
-        if not isinstance(self.driver, StepDriver):
-            with self.driver.section():
-                return intent(self.core)
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    def _decide(self, intent: Callable[[Core], object]) -> None:
+        """Run a decision: at once with driver="auto", else in the next step.  It must not raise."""
+        if isinstance(self.driver, StepDriver):
+            self.driver.post(intent)
+        else:
+            self.driver.defer(intent)
+
+    async def _decided(self, decision: Callable[[Core], T]) -> T:
+        """`_decide`, and wait for what came of it."""
         loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
 
         def decide(core: Core) -> None:
-            loop.call_soon_threadsafe(_resolve, done, intent(core))
+            try:
+                value = decision(core)
+            except HiCacheError as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_resolve, future, value)
 
-        self.driver.post(decide)
-        return await done
+        self._decide(decide)
+        return await future
 
-    async def _ask(self, ask: Callable[[Core], int], deadline_s: float) -> Any:
-        """Put a waiter into Core and wait for its answer -> what Core can say when the time is up, else."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async def _ask(
+        self, ask: Callable[[Core], int], cancel: Callable[[Core, int], Any], deadline_s: float | None = None
+    ) -> Any:
+        """Put a waiter into Core and wait for its answer, or take it out again: however this ends, it is not left behind.
 
-        def put(core: Core) -> int:
-            waiter = ask(core)
-            self.pipelines.wait_for(waiter, future)
-            return waiter
+        After ``deadline_s`` the answer is what ``cancel`` returns.
+        """
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        waiter: int | None = None
 
-        waiter = await self._in_section(put)
+        def put(core: Core) -> None:
+            nonlocal waiter
+            try:
+                waiter = ask(core)
+            except HiCacheError as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                self.pipelines.wait_for(waiter, future)
+
+        def take_out(core: Core) -> Any:
+            if waiter is None:
+                return None
+            self.pipelines.leave(waiter)
+            return cancel(core, waiter)
+
+        self._decide(put)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await future
-        except TimeoutError:
-            return await self._in_section(lambda core: core.cancel_waiter(waiter))
+            await asyncio.wait({future}, timeout=deadline_s)
+            if future.done():
+                return future.result()
+            late = await self._decided(take_out)
+            return future.result() if future.done() else late  # the answer may have been on its way
+        except BaseException:
+            self._decide(take_out)
+            raise
 
     async def _close(self) -> None:
         """Stop fetching, let what runs end, stop the parts.  Idempotent, never raises."""
@@ -331,36 +362,10 @@ class _Acquire:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
-        cache = self._cache
-        cache._check_open()
-        future: asyncio.Future[CoreLease] = asyncio.get_running_loop().create_future()
-        waiter: int | None = None
-
-        def put(core: Core) -> None:
-            nonlocal waiter
-            waiter = core.acquire(self._prompt, self._rid, self._deadline_s, self._priority)
-            cache.pipelines.wait_for(waiter, future)
-
-        def take_back(core: Core) -> None:
-            # Runs after `put`, wherever both run; Core releases a lease that it has made meanwhile.
-            if waiter is not None:
-                core.cancel_acquire(waiter)
-
-        driver = cache.driver
-        if isinstance(driver, StepDriver):
-            driver.post(put)
-        else:
-            with driver.section():
-                put(cache.core)
-        try:
-            core_lease = await future
-        except BaseException:
-            if isinstance(driver, StepDriver):
-                driver.post(take_back)
-            else:
-                driver.defer(take_back)
-            raise
-        self._lease = Lease(cache, core_lease, self._prompt)
+        core_lease = await self._cache._ask(
+            lambda core: core.acquire(self._prompt, self._rid, self._deadline_s, self._priority), Core.cancel_acquire
+        )
+        self._lease = Lease(self._cache, core_lease, self._prompt)
         return self._lease
 
     async def __aexit__(
@@ -373,3 +378,9 @@ class _Acquire:
 def _resolve(future: asyncio.Future[T], value: T) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # its caller may have gone: that is no "never retrieved"

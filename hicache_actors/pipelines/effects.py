@@ -73,6 +73,10 @@ class Pipelines:
         """``future``, of the loop, gets the answer that Core will give this waiter.  Inside the section that made the waiter."""
         self._waiters[waiter] = future
 
+    def leave(self, waiter: int) -> None:
+        """Its caller has gone."""
+        self._waiters.pop(waiter, None)
+
     # -- loop thread ---------------------------------------------------------------------------------------------------
 
     @property
@@ -93,6 +97,7 @@ class Pipelines:
         for future in waiters.values():
             if not future.done():
                 future.set_exception(StoppedError("the cache has been closed"))
+                future.exception()  # a caller that is being cancelled does not ask for it any more
 
     def stop_prefetches(self) -> None:
         """Locally: each fetch ends between batches with what it has."""

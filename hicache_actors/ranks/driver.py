@@ -22,7 +22,7 @@ from hicache_actors.errors import HiCacheError, UsageError
 from hicache_actors.ranks.board import Board, Value, WireMap
 from hicache_actors.ranks.round import Agreed
 
-Intent: TypeAlias = Callable[[Any], None]
+Intent: TypeAlias = Callable[[Any], object]
 """Called with Core inside a section; it must not raise."""
 
 _STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain)
