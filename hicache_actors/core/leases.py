@@ -175,6 +175,8 @@ class Leases:
         self.fetches.on_lease(rid)
         root = tree.root(tokens.scope)
         lease = CoreLease(rid, tokens, priority, state.pins.pin(DEVICE, root), state.page, self.fetches.take(rid))
+        if state.degraded:
+            lease.fail("degraded", 0)
         asked = state.pages_asked(tokens)
         self._descend(lease, asked)
         lease.left_on_host(self._host_end(lease, asked) - len(lease.pages), None)
