@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from hicache_actors import plan
 from hicache_actors.errors import ConfigError, HiCacheError
 
 SUITES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -35,6 +36,7 @@ EPILOG: Final = """\
 examples:
   hicache bench core           a table
   hicache bench core --json    one JSON object, for scripts
+  hicache plan --help          size the tiers for a model
   hicache version              versions of this package and of what it runs on
 """
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "bench":
             return _bench(options.suite, as_json=options.json)
+        if options.command == "plan":
+            return plan.run(options)
         return _version()
     except ConfigError as error:
         print(f"hicache: {error}", file=sys.stderr)
@@ -63,6 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("suite", choices=sorted(SUITES), help="what to time")
     bench.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan.add_arguments(
+        commands.add_parser(
+            "plan",
+            help="how many tokens and sessions fit, for a model and sizes",
+            description=plan.HELP,
+            epilog=plan.EPILOG,
+            formatter_class=raw,
+        )
+    )
     commands.add_parser("version", help="print versions")
     return parser
 

@@ -1,0 +1,194 @@
+"""The start-up report: sizes that add up, break-even as measured, and every trap with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_actors.config import Config
+from hicache_actors.memory.budget import HostBudget, host_budget
+from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.limits import MemoryLimit
+from hicache_actors.memory.report import BreakEven, SizingReport, sizing_report, storage_facts
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.memory.traps import StorageFacts
+
+LLAMA_70B = KVShape(layers=80, kv=2, heads=8, head_dim=128, dtype="float16", page_size=64)
+SMOLLM2 = KVShape(layers=30, kv=2, heads=3, head_dim=64, dtype="bfloat16", page_size=64)
+GOOD_STORE = StorageFacts("file:///store", 10**12, "ext4")
+GIB = 2**30
+
+
+def report(shape: KVShape = SMOLLM2, settings: dict[str, Any] | None = None, **options: Any) -> SizingReport:
+    config = Config.from_dict({"page_size": shape.page_size, **(settings or {})})
+    return sizing_report(config, shape, **{"device_pages": 100, "host": 200, **options})
+
+
+def codes(found: SizingReport) -> set[str]:
+    return {trap.code for trap in found.traps}
+
+
+def test_sizes_of_a_large_model() -> None:
+    found = report(LLAMA_70B, device_pages=1000, host=2000, storage=GOOD_STORE)
+    slot_bytes = 4096 + 64 * 327_680
+    by_tier = {tier.tier: tier for tier in found.tiers}
+    assert [(t.pages, t.tokens, t.bytes, t.header_bytes, t.padding_bytes) for t in found.tiers] == [
+        (1000, 64_000, 1000 * 64 * 327_680, 0, 0),
+        (2000, 128_000, 2000 * slot_bytes, 2000 * 4096, 0),
+        (
+            10**12 // slot_bytes,
+            10**12 // slot_bytes * 64,
+            10**12 // slot_bytes * slot_bytes,
+            10**12 // slot_bytes * 4096,
+            0,
+        ),
+    ]
+    assert by_tier["device"].tokens * 327_680 == 20_971_520_000
+    assert not found.traps
+
+
+def test_padding_is_counted() -> None:
+    shape = KVShape(layers=1, kv=2, heads=1, head_dim=50, dtype="uint8", page_size=64)  # 6,400 bytes a page
+    host = next(tier for tier in report(shape).tiers if tier.tier == "host")
+    assert host.bytes == 200 * 12_288
+    assert (host.header_bytes, host.padding_bytes) == (200 * 4096, 200 * (12_288 - 4096 - 6400))
+
+
+def test_the_report_counts_what_is_mapped() -> None:
+    budget = host_budget(report().layout, 100, limit=MemoryLimit(64 * GIB, 64 * GIB), ranks=2)
+    found = report(host=budget)
+    memory = HostMemory(found.layout, budget.pages)
+    host = found.to_dict()["tiers"]["host"]
+    assert host["bytes"] == memory.nbytes == budget.pool_bytes
+    assert found.ranks == 2
+    assert found.to_dict()["memory"]["share_bytes"] == budget.share_bytes
+    assert "(2 ranks on this host)" in found.text
+    assert memory.close()
+
+
+@pytest.mark.parametrize(("ms_a_token", "mb_s"), [(1.07, 22), (0.54, 43), (0.42, 55), (0.60, 38)])
+def test_break_even_as_measured_on_a_small_model(ms_a_token: float, mb_s: int) -> None:
+    break_even = report(prefill_tokens_per_s=1000 / ms_a_token).break_even
+    assert break_even.load_token_bytes == 23_040
+    assert round(break_even.load_bytes_s(1000 / ms_a_token) / 1e6) == mb_s
+    assert break_even.fetch_token_bytes == 23_040 + 4096 / 64
+
+
+def test_break_even_in_words() -> None:
+    unknown = BreakEven(1000.0, 2000.0, None)
+    assert unknown.describe().startswith(
+        "a load pays above 1.00 MB/s and a fetch from storage above 2.00 MB/s for each 1,000"
+    )
+    assert (
+        "above 2.00 MB/s and a fetch from storage above 4.00 MB/s at 2,000 tokens/s"
+        in BreakEven(1000.0, 2000.0, 2000.0).describe()
+    )
+
+
+def test_every_fact_is_a_line() -> None:
+    lines = report(LLAMA_70B, storage=StorageFacts("s3://bucket"), prefill_tokens_per_s=500).lines()
+    words = [line.split()[0] for line in lines]
+    assert words == ["KV", "slot", "device", "host", "storage", "pays"]
+    assert lines[4].endswith("s3://bucket, size unknown")
+
+
+# -- traps -------------------------------------------------------------------------------------------------------------
+
+TRAPS: dict[str, dict[str, Any]] = {
+    "page_tiny": {"shape": KVShape(80, 2, 8, 128, "float16", 8)},
+    "page_large": {"shape": KVShape(30, 2, 3, 64, "bfloat16", 512)},
+    "slot_overhead": {"shape": KVShape(1, 2, 1, 64, "bfloat16", 64)},
+    "no_header": {"settings": {"host": {"header_bytes": 0}}},
+    "host_not_larger": {"host": 100},
+    "threshold_over_cap": {
+        "settings": {"storage": {"prefetch_threshold_tokens": 100 * 64 + 1}},
+        "storage": GOOD_STORE,
+    },
+    "best_effort": {"settings": {"storage": {"prefetch_policy": "best_effort"}}, "storage": GOOD_STORE},
+    "timeout_short": {"storage": StorageFacts("file:///slow", 10**12, "ext4", read_bytes_s=50e6)},
+    "storage_on_tmpfs": {"storage": StorageFacts("file:///dev/shm/kv", 10**12, "tmpfs")},
+    "storage_in_memory": {"storage": StorageFacts("memory://demo", filesystem="memory")},
+    "storage_on_network": {"storage": StorageFacts("file:///net", 10**12, "nfs4")},
+    "storage_on_overlay": {"storage": StorageFacts("file:///layer", 10**12, "overlay")},
+    "storage_small": {"storage": StorageFacts("file:///small", 10**8, "ext4")},
+    "kv_heads_unknown": {"storage": GOOD_STORE, "ranks": 2},
+    "storage_slower_than_recompute": {
+        "storage": StorageFacts("file:///slow", 10**12, "ext4", read_bytes_s=200e6),
+        "prefill_tokens_per_s": 10_000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("code", TRAPS)
+def test_each_trap_is_found_alone(code: str) -> None:
+    found = report(**TRAPS[code])
+    assert codes(found) == {code}
+    (trap,) = found.traps
+    assert trap.text
+    assert trap.fix
+    assert found.to_dict()["traps"][0]["code"] == code
+    assert found.lines()[-1].startswith(trap.severity)
+    assert (trap in found.problems) == (trap.severity == "problem")
+
+
+def test_without_storage_its_traps_are_silent() -> None:
+    settings = {"storage": {"prefetch_threshold_tokens": 10**6, "prefetch_policy": "best_effort"}}
+    assert codes(report(settings=settings, ranks=8)) == set()
+
+
+def test_a_small_host_pool_says_where_storage_hits_would_land() -> None:
+    (trap,) = report(host=100, storage=GOOD_STORE).traps
+    assert "storage hits have nowhere to land" in trap.text
+    assert "nowhere to land" not in report(host=100).traps[0].text
+    assert codes(report(host=101, storage=GOOD_STORE)) == set()
+
+
+def test_the_threshold_may_be_as_large_as_the_cap() -> None:
+    settings = {"storage": {"prefetch_threshold_tokens": 100 * 64}}
+    assert codes(report(settings=settings, storage=GOOD_STORE)) == set()
+
+
+def test_one_latent_for_all_ranks_needs_no_head_count() -> None:
+    latent = KVShape(61, 1, 1, 576, "bfloat16", 64)
+    assert codes(report(latent, storage=GOOD_STORE, ranks=8)) == set()
+
+
+def test_problems_come_first() -> None:
+    shape = KVShape(80, 2, 8, 128, "float16", 8)
+    severities = [trap.severity for trap in report(shape, storage=TRAPS["storage_in_memory"]["storage"]).traps]
+    assert severities == ["problem", "note"]
+
+
+# -- storage -----------------------------------------------------------------------------------------------------------
+
+
+def test_facts_of_a_folder(tmp_path: Path) -> None:
+    facts = storage_facts(f"file://{tmp_path}/not/yet", ranks=4)
+    assert facts is not None
+    assert facts.free_bytes is not None
+    assert facts.free_bytes > 0
+    assert facts.filesystem
+    assert facts.ranks == 4
+    shared = storage_facts(f"file://{tmp_path}", ranks=4, replicated=True)
+    assert shared is not None
+    assert shared.ranks == 1
+
+
+def test_facts_of_what_is_no_folder() -> None:
+    assert storage_facts(None) is None
+    assert storage_facts("memory://x") == StorageFacts("memory://x", filesystem="memory")
+    assert storage_facts("s3://bucket", read_bytes_s=5.0) == StorageFacts("s3://bucket", read_bytes_s=5.0)
+
+
+def test_ranks_divide_a_shared_disk() -> None:
+    alone, shared = (report(storage=StorageFacts("file:///s", 10**12, "ext4", ranks=n)) for n in (1, 4))
+    pages = [next(t.pages for t in found.tiers if t.tier == "storage") for found in (alone, shared)]
+    assert pages[0] // 4 == pages[1]
+
+
+def test_a_budget_brings_its_ranks() -> None:
+    budget = HostBudget(200, 1, 2, "pages", ranks=3, share_bytes=4)
+    assert report(host=budget).ranks == 3
+    assert report(host=budget, ranks=5).ranks == 5
