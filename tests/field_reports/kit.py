@@ -21,7 +21,7 @@ PAGE = PAGE_SIZE
 PATTERN = 77.0  #: no row of the toy model looks like a page full of it
 
 LOOPS = pytest.mark.parametrize("anyio_backend", ["virtual:1", "virtual:2", "asyncio"], indirect=True)
-VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual:1", "virtual:2", "virtual:3"], indirect=True)
+VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual:1", "virtual:2"], indirect=True)
 
 
 @asynccontextmanager
