@@ -24,7 +24,8 @@ async def backup(movers: Movers, start: StartBackup, job: OpenJob) -> None:
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
         for path in start.paths:
             save.hashes += await movers.hash_path(path)
-        await save.run()
+        if save.named:
+            await save.run()
     job.result(save.acknowledged_pages)
 
 
@@ -33,6 +34,11 @@ class _Save:
         self.hashes: tuple[bytes, ...] = ()
         self.acknowledged_pages = 0
         self._movers, self._job, self._batches = movers, job, batches
+
+    @property
+    def named(self) -> bool:
+        """Whether every page has its hash."""
+        return len(self.hashes) == sum(batch.pages for batch in self._batches)
 
     async def run(self) -> None:
         async with anyio.create_task_group() as stages:

@@ -8,10 +8,11 @@ import anyio
 
 from hicache_actors.config import Deadlines, StorageConfig
 from hicache_actors.core.words import TOKEN_BYTES, Path, Slots
+from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.keys.hashes import page_hashes
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.observer import Observation, Observer
-from hicache_actors.runtime import Workers
+from hicache_actors.runtime import Workers, bind_log
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import StorageTier
@@ -37,6 +38,7 @@ class Movers:
         self._storage, self._workers, self._storage_config = storage, workers, storage_config
         self._page_bytes = host.memory.shape.page_bytes
         self._observers: list[Observer] = []
+        self._log = bind_log(part="movers")
 
     @property
     def storage(self) -> StorageTier:
@@ -61,14 +63,21 @@ class Movers:
         return min(limit for limit in limits if limit is not None)
 
     async def hash_path(self, path: Path) -> tuple[bytes, ...]:
-        """Hashes of the pages of ``path``, off the loop; what the prompt has hashed already is reused."""
+        """Hashes of the pages of ``path``, off the loop; what the prompt has hashed already is reused.
+
+        Empty if no thread can be had: all of them hang, or the cache is closing.
+        """
         last_page = path.first_page + path.pages
         hashes: Sequence[bytes]
-        if isinstance(path.prompt, Prompt):
-            hashes = await self._workers.run(path.prompt.page_hashes, self.page_size, last_page)
-        else:
-            tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
-            hashes = await self._workers.run(page_hashes, tokens, path.scope, self.page_size)
+        try:
+            if isinstance(path.prompt, Prompt):
+                hashes = await self._workers.run(path.prompt.page_hashes, self.page_size, last_page)
+            else:
+                tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
+                hashes = await self._workers.run(page_hashes, tokens, path.scope, self.page_size)
+        except (BackendError, StoppedError) as error:
+            self._log.warning("path_not_hashed", pages=path.pages, exc_info=error)
+            return ()
         return tuple(hashes[path.first_page : last_page])
 
     # -- observers -----------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
     hit = 0
     with anyio.CancelScope(deadline=deadline):
         hashes = await movers.hash_path(path)
-        hit = await movers.storage.query(hashes)
+        if hashes:
+            hit = await movers.storage.query(hashes)
     job.hit(hit)
     slots = await job.granted()
     if slots is None:
