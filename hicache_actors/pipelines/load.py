@@ -22,11 +22,9 @@ async def load(movers: Movers, start: StartLoad, job: OpenJob) -> None:
     for event in start.events:
         await fired(event)
     plan = movers.device.load_plan(start.source, start.target)
-    tickets = movers.device.call(SubmitLoad(plan, job.waits))
-    for ticket in tickets:
-        job.hold(ticket)
+    last = movers.device.call(SubmitLoad(plan, job.waits, job.hold))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.load_s)) as limit:
-        await fired(tickets[-1])  # streams keep their order: the last layer ends last
+        await fired(last)  # streams keep their order: the last layer ends last
     if limit.cancelled_caught:
         job.waits.fail(TransferError(f"load job {job.job} missed its deadline of {movers.deadlines.load_s} s"))
     failed = job.waits.error is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -15,11 +15,15 @@ from hicache_actors.transfer.plan import CopyPlan
 from hicache_actors.transfer.waits import LayerWaits
 
 
-class SubmitLoad(Ask[list[Ticket]], frozen=True):
-    """Host to device, one ticket a layer, in layer order; ``waits`` follows them."""
+class SubmitLoad(Ask[Ticket], frozen=True):
+    """Host to device, one copy a layer, in layer order -> the last one's ticket; ``waits`` follows them.
+
+    ``hold`` gets each ticket at once: if a later layer cannot be submitted, the earlier copies run all the same.
+    """
 
     plan: CopyPlan
     waits: LayerWaits
+    hold: Callable[[Ticket], None]
 
 
 class SubmitWriteBack(Ask[Ticket], frozen=True):
@@ -73,13 +77,12 @@ class DeviceTier(Actor):
         )
 
     @handles(SubmitLoad)
-    def _submit_load(self, message: SubmitLoad) -> list[Ticket]:
-        tickets = []
+    def _submit_load(self, message: SubmitLoad) -> Ticket:
         for layer in message.plan.layers:
             ticket = self._loads.submit(message.plan.work(range(layer, layer + 1)))
+            message.hold(ticket)
             message.waits.follow(layer, ticket)
-            tickets.append(ticket)
-        return tickets
+        return ticket
 
     @handles(SubmitWriteBack)
     def _submit_write_back(self, message: SubmitWriteBack) -> Ticket:
