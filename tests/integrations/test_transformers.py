@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -19,7 +20,14 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hicache_actors.errors import ConfigError, TransferError, UsageError
-from hicache_actors.integrations.transformers import LoadFailed, PagedCache, PagedModel, kv_shape_of, model_facts
+from hicache_actors.integrations.transformers import (
+    CACHE_ARGUMENTS,
+    LoadFailed,
+    PagedCache,
+    PagedModel,
+    kv_shape_of,
+    model_facts,
+)
 from hicache_actors.memory.kv import KVTensors
 
 PAGE_SIZE = 8
@@ -85,6 +93,12 @@ def engine(model: LlamaForCausalLM, kv: KVTensors) -> Iterator[PagedModel]:
     engine = PagedModel(model, kv, capacity_tokens=96)
     yield engine
     engine.detach()
+
+
+def named(engine: PagedModel, cache: Any) -> dict[str, Any]:
+    """The cache under the name that this version of transformers gives it."""
+    assert engine.cache_argument is not None
+    return {engine.cache_argument: cache}
 
 
 def layers_of(cache: DynamicCache) -> list[Any]:
@@ -216,9 +230,8 @@ def test_generate_continues_a_prefix(model: LlamaForCausalLM, engine: PagedModel
     ids = torch.tensor([PROMPT])
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     cache = engine.new_cache(FakeLease(pages, 40))
-    assert engine.cache_argument is not None
-    got = model.generate(ids, **{engine.cache_argument: cache}, **options)
-    wanted = model.generate(ids, **{engine.cache_argument: live}, **options)
+    got = model.generate(ids, **named(engine, cache), **options)
+    wanted = model.generate(ids, **named(engine, live), **options)
     assert got.tolist() == wanted.tolist()
     assert cache.get_seq_length() == len(PROMPT) + 5  # the last token has no KV
     assert cache.flush() == 48
@@ -236,7 +249,7 @@ class TestRefusals:
         self, engine: PagedModel, cache: PagedCache, ids: Sequence[Sequence[int]] = ((5, 6),), **kwargs: Any
     ) -> None:
         with torch.inference_mode():
-            engine.model(input_ids=torch.tensor(ids), use_cache=True, cache=cache, **kwargs)
+            engine.model(input_ids=torch.tensor(ids), use_cache=True, **named(engine, cache), **kwargs)
 
     def test_a_batch(self, engine: PagedModel, cache: PagedCache) -> None:
         with pytest.raises(UsageError, match="batch has 2: call the model once per request"):
@@ -245,9 +258,9 @@ class TestRefusals:
 
     def test_gradients(self, engine: PagedModel, cache: PagedCache) -> None:
         with pytest.raises(UsageError, match=r"torch\.inference_mode"):
-            engine.model(input_ids=torch.tensor([[5, 6]]), use_cache=True, cache=cache)
+            engine.model(input_ids=torch.tensor([[5, 6]]), use_cache=True, **named(engine, cache))
         with torch.no_grad():
-            engine.model(input_ids=torch.tensor([[5, 6]]), use_cache=True, cache=cache)
+            engine.model(input_ids=torch.tensor([[5, 6]]), use_cache=True, **named(engine, cache))
         assert cache.get_seq_length() == 18
 
     @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -277,7 +290,7 @@ class TestRefusals:
     def test_a_full_mask_is_accepted_and_changes_no_bit(self, engine: PagedModel, cache: PagedCache) -> None:
         with torch.inference_mode():
             mask = torch.ones(1, 18, dtype=torch.long)
-            masked = engine.model(torch.tensor([[5, 6]]), mask, cache=cache, logits_to_keep=1).logits[0, -1]
+            masked = engine.model(torch.tensor([[5, 6]]), mask, **named(engine, cache), logits_to_keep=1).logits[0, -1]
         again = engine.new_cache(FakeLease([1, 2, 3], 16))
         assert torch.equal(masked, engine.forward([5, 6], again))
 
@@ -350,8 +363,29 @@ def test_a_workspace_made_within_inference_mode_serves_outside_it(engine: PagedM
         cache = engine.new_cache(FakeLease([], 0))
         assert not cache.paged_layers[0].dense[0].is_inference()
     with torch.no_grad():
-        engine.model(torch.tensor([[5, 6]]), cache=cache)
+        engine.model(torch.tensor([[5, 6]]), **named(engine, cache))
     assert cache.get_seq_length() == 2
+
+
+class OlderLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """Calls its cache ``past_key_values``, as models did before transformers 5.24, and computes all logits."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        return super().forward(input_ids, **{CACHE_NAME: past_key_values}, use_cache=use_cache)
+
+
+CACHE_NAME = next(name for name in CACHE_ARGUMENTS if name in inspect.signature(LlamaForCausalLM.forward).parameters)
+
+
+def test_the_older_name_of_the_cache_is_found(model: LlamaForCausalLM, kv: KVTensors, engine: PagedModel) -> None:
+    older_model = OlderLlama(model.config)
+    older_model.load_state_dict(model.state_dict())
+    older_model.train(False)
+    older = PagedModel(older_model, kv, capacity_tokens=96)
+    assert older.cache_argument == "past_key_values"
+    cache, live = older.new_cache(FakeLease([], 0)), DynamicCache(config=model.config)
+    assert torch.allclose(older.forward(PROMPT, cache), engine.forward(PROMPT, live), atol=1e-5)
+    assert cache.get_seq_length() == len(PROMPT)
 
 
 def test_without_transformers_the_error_names_the_extra() -> None:
