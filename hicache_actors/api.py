@@ -187,12 +187,13 @@ class HiCache:
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
-        return Stored(*await self._ask(lambda core: core.stored(prompt), Core.cancel_waiter, deadline_s))
+        return await self._ask(
+            lambda core: core.stored(prompt), lambda answer: Stored(*answer), Core.cancel_waiter, deadline_s
+        )
 
     async def drain(self, deadline_s: float) -> int:
         """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten."""
-        pages: int = await self._ask(Core.drained, Core.cancel_waiter, deadline_s)
-        return pages
+        return await self._ask(Core.drained, int, Core.cancel_waiter, deadline_s)
 
     async def reset(self) -> None:
         """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
@@ -289,15 +290,21 @@ class HiCache:
         return await future
 
     async def _ask(
-        self, ask: Callable[[Core], int], cancel: Callable[[Core, int], Any], deadline_s: float | None = None
-    ) -> Any:
+        self,
+        ask: Callable[[Core], int],
+        answer: Callable[[Any], T],
+        cancel: Callable[[Core, int], Any],
+        deadline_s: float | None = None,
+        give_back: Callable[[T], None] | None = None,
+    ) -> T:
         """Put a waiter into Core and wait for its answer, or take it out again: however this ends, it is not left behind.
 
-        After ``deadline_s`` the answer is what ``cancel`` returns.
+        ``answer`` makes the result of what Core says, on the loop, before anything later reaches it; after ``deadline_s`` that is
+        what ``cancel`` returns.  A result that its caller does not live to see goes to ``give_back``.
         """
         self._check_open()
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
         waiter: int | None = None
 
         def put(core: Core) -> None:
@@ -307,7 +314,7 @@ class HiCache:
             except HiCacheError as error:
                 loop.call_soon_threadsafe(_fail, future, error)
             else:
-                self.pipelines.wait_for(waiter, future)
+                self.pipelines.wait_for(waiter, future, answer)
 
         def take_out(core: Core) -> Any:
             if waiter is None:
@@ -321,9 +328,12 @@ class HiCache:
             if future.done():
                 return future.result()
             late = await self._decided(take_out)
-            return future.result() if future.done() else late  # the answer may have been on its way
+            return future.result() if future.done() else answer(late)  # the answer may have been on its way
         except BaseException:
-            self._decide(take_out)
+            if give_back is not None and future.done() and future.exception() is None:
+                give_back(future.result())
+            else:
+                self._decide(take_out)
             raise
 
     async def _close(self) -> None:
@@ -362,10 +372,12 @@ class _Acquire:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
-        core_lease = await self._cache._ask(
-            lambda core: core.acquire(self._prompt, self._rid, self._deadline_s, self._priority), Core.cancel_acquire
+        self._lease = await self._cache._ask(
+            lambda core: core.acquire(self._prompt, self._rid, self._deadline_s, self._priority),
+            lambda core_lease: Lease(self._cache, core_lease, self._prompt),
+            Core.cancel_acquire,
+            give_back=Lease.release,
         )
-        self._lease = Lease(self._cache, core_lease, self._prompt)
         return self._lease
 
     async def __aexit__(

@@ -35,6 +35,7 @@ from hicache_actors.ranks import Board
 from hicache_actors.runtime import System, bind_log
 from hicache_actors.transfer.completions import fired
 
+T = TypeVar("T")
 S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup)
 
 
@@ -47,7 +48,7 @@ class Pipelines:
         self._loop_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._jobs: dict[int, OpenJob] = {}
-        self._waiters: dict[int, asyncio.Future[Any]] = {}
+        self._waiters: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
         self._idle = asyncio.Event()
         self._drains: set[asyncio.Task[None]] = set()
         self._log = bind_log(part="pipelines")
@@ -69,9 +70,13 @@ class Pipelines:
                 found = self._jobs[job] = OpenJob(job, self._board, self._layers)
             return found
 
-    def wait_for(self, waiter: int, future: asyncio.Future[Any]) -> None:
-        """``future``, of the loop, gets the answer that Core will give this waiter.  Inside the section that made the waiter."""
-        self._waiters[waiter] = future
+    def wait_for(self, waiter: int, future: asyncio.Future[T], answer: Callable[[Any], T]) -> None:
+        """``future``, of the loop, gets what ``answer`` makes of Core's answer.  Inside the section that made the waiter.
+
+        ``answer`` runs in the order of the effects: a job that the value names is still open inside, while it may have ended by
+        the time that the future's waiter runs.
+        """
+        self._waiters[waiter] = future, answer
 
     def leave(self, waiter: int) -> None:
         """Its caller has gone."""
@@ -94,7 +99,7 @@ class Pipelines:
     def stop_waiting(self) -> None:
         """The cache is closing: nobody is answered any more."""
         waiters, self._waiters = self._waiters, {}
-        for future in waiters.values():
+        for future, _ in waiters.values():
             if not future.done():
                 future.set_exception(StoppedError("the cache has been closed"))
                 future.exception()  # a caller that is being cancelled does not ask for it any more
@@ -167,6 +172,6 @@ class Pipelines:
         job.close()
 
     def _wake(self, effect: Wake) -> None:
-        future = self._waiters.pop(effect.waiter, None)
-        if future is not None and not future.done():
-            future.set_result(effect.value)
+        future, answer = self._waiters.pop(effect.waiter, (None, None))
+        if future is not None and answer is not None and not future.done():
+            future.set_result(answer(effect.value))

@@ -168,3 +168,23 @@ def test_a_copy_that_was_submitted_before_the_next_was_refused_keeps_its_slots(
             await body()
 
     run_checked(main, seed)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3, 4, 5])
+def test_a_request_may_join_a_load_at_any_moment_of_its_life(seed: int | None) -> None:
+    async def main() -> None:
+        async with open_small() as small:
+            small.device.throttle(latency_s=0.0)
+            asked = await _on_host(small)
+            wanted = reference_token(small, asked)
+            for turns in range(24):
+                await evict_device(small)
+                first = asyncio.ensure_future(request(small, asked))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                second = asyncio.ensure_future(request(small, asked))
+                assert {await first, await second} == {wanted}
+                with anyio.fail_after(5.0):
+                    await small.cache.pipelines.idle()
+
+    run_checked(main, seed)
