@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from hicache_actors import plan
+from hicache_actors import doctor, plan
 from hicache_actors.errors import ConfigError, HiCacheError
 
 SUITES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -37,6 +37,7 @@ examples:
   hicache bench core           a table
   hicache bench core --json    one JSON object, for scripts
   hicache plan --help          size the tiers for a model
+  hicache doctor               look at this machine
   hicache version              versions of this package and of what it runs on
 """
 
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _bench(options.suite, as_json=options.json)
         if options.command == "plan":
             return plan.run(options)
+        if options.command == "doctor":
+            return doctor.run(options)
         return _version()
     except ConfigError as error:
         print(f"hicache: {error}", file=sys.stderr)
@@ -73,6 +76,15 @@ def _parser() -> argparse.ArgumentParser:
             help="how many tokens and sessions fit, for a model and sizes",
             description=plan.HELP,
             epilog=plan.EPILOG,
+            formatter_class=raw,
+        )
+    )
+    doctor.add_arguments(
+        commands.add_parser(
+            "doctor",
+            help="look at this machine and at a configuration",
+            description=doctor.HELP,
+            epilog=doctor.EPILOG,
             formatter_class=raw,
         )
     )

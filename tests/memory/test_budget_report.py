@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,10 @@ def test_a_budget_brings_its_ranks() -> None:
     budget = HostBudget(200, 1, 2, "pages", ranks=3, share_bytes=4)
     assert report(host=budget).ranks == 3
     assert report(host=budget, ranks=5).ranks == 5
+
+
+def test_the_documentation_lists_every_trap() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (problem|note) \|", page, flags=re.MULTILINE)
+    severities = {code: report(**options).traps[0].severity for code, options in TRAPS.items()}
+    assert dict(rows) == {**severities, "context_over_device": "note"}  # the last one is found by `hicache plan`
