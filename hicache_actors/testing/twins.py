@@ -214,6 +214,7 @@ class Twins:
         self.steps += 1
         out = []
         for rank, driver in zip(self.ranks, self.drivers, strict=True):
+            rank.effects = []
             driver.begin_step()
             out.append(act(rank))
             driver.end_step()

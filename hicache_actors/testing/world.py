@@ -51,12 +51,16 @@ def page_keys(tokens: bytes | memoryview, scope: Scope, page_size: int) -> list[
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """How badly the movers behave.  Probabilities are per job; times in milliseconds of virtual time."""
+    """How badly the movers behave.  Probabilities are per job; times in milliseconds of virtual time.
+
+    The page that hangs or fails is drawn, or is ``page``.
+    """
 
     hang: float = 0.06  #: a page takes one to five deadlines
     fail: float = 0.06  #: the job stops with an error
     unsound: float = 0.3  #: of failed loads: the source was bad
     deadline_ms: float = 400.0
+    page: int | None = None
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -320,9 +324,18 @@ class Mover:
         self.next = self.under_way = self.leading = 0
         self.moved: set[int] = set()
         self.told = self.released = False
+        faults = world.faults
+        self.deadline_ms = faults.deadline_ms
+        self.hangs_at = self._draw(faults.hang, faults.page)
+        self.fails_at = self._draw(faults.fail, faults.page)
+
+    def _draw(self, probability: float, page: int | None) -> int | None:
+        if not self.keys or self.world.rng.random() >= probability:
+            return None
+        return self.world.rng.randrange(len(self.keys)) if page is None else page
 
     def start(self) -> None:
-        self.world.at(self.world.faults.deadline_ms, self.tell)
+        self.world.at(self.deadline_ms, self.tell)
         self._more()
 
     def tell(self, sound: bool = True) -> None:
@@ -343,7 +356,7 @@ class Mover:
         return self.told or self.world.dead or self.world.stopped(self.job) or self.next == len(self.keys)
 
     def _begin(self, page: int) -> None:
-        world, faults = self.world, self.world.faults
+        world = self.world
         self.next += 1
         self.under_way += 1
         self._check_source(page, "source at start")
@@ -352,10 +365,9 @@ class Mover:
             cells, slots = self.target
             cells[slots[page]] = mark
         delay_ms = world.delay_ms(self.mean_ms)
-        if world.rng.random() < faults.hang / len(self.keys):
-            delay_ms += faults.deadline_ms * (1 + 4 * world.rng.random())
-        failed = world.rng.random() < faults.fail / len(self.keys)
-        world.at(delay_ms, lambda: self._end(page, mark, failed))
+        if page == self.hangs_at:
+            delay_ms += self.deadline_ms * (1 + 4 * world.rng.random())
+        world.at(delay_ms, lambda: self._end(page, mark, page == self.fails_at))
 
     def _end(self, page: int, mark: int, failed: bool) -> None:
         self.under_way -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Effect, Shortfall, StartLoad
@@ -13,6 +13,11 @@ from hicache_actors.testing.world import Faults
 PAGE = 4
 CALM = Faults(hang=0.0, fail=0.0)
 SEEDS = range(5)
+
+
+def stuck_at(page: int) -> Faults:
+    """A copy or read that moves the pages before ``page`` and then hangs, with no deadline to speak of."""
+    return Faults(hang=1.0, fail=0.0, deadline_ms=10.0**9, page=page)
 
 
 def stage(
@@ -46,6 +51,15 @@ def with_faults(twins: Twins, faults: Faults, ranks: Iterable[int] = (0, 1)) -> 
 def idle(twins: Twins, steps: int, *, by_ms: float | None = None) -> None:
     for _ in range(steps):
         twins.step(lambda rank: None, by_ms=by_ms)
+
+
+def until(twins: Twins, condition: Callable[[], object], *, by_ms: float | None = None) -> None:
+    """Empty steps until it holds; it does so within some hundred."""
+    for _ in range(500):
+        if condition():
+            return
+        twins.step(lambda rank: None, by_ms=by_ms)
+    raise AssertionError("it never happened")
 
 
 def forward(rank: TwinRank, lease: CoreLease, prompt: Prompt, event: Hashable) -> None:

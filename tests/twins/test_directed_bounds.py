@@ -14,11 +14,11 @@ from hicache_actors.core.words import (
     StartLoad,
     StartPrefetch,
     StartWriteBack,
+    Wake,
     encode_result,
 )
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.twins import TwinRank
-from hicache_actors.testing.world import Faults
 
 from .stage import (
     CALM,
@@ -34,12 +34,14 @@ from .stage import (
     release,
     stage,
     started,
+    stuck_at,
+    until,
     with_faults,
 )
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 A = prompt_of(10 * PAGE + 1)
-NEVER = Faults(hang=1.0, fail=0.0, deadline_ms=10.0**9)
+NEVER = stuck_at(0)
 
 
 @seeds
@@ -57,10 +59,7 @@ def test_b9_one_section_opens_one_write_back_one_backup_one_drain(seed: int) -> 
         (write_back,) = started(rank, StartWriteBack)
         assert isinstance(write_back, StartWriteBack)
         assert len(write_back.source) == len(write_back.target) == 4 * 8
-    backups = 0
-    while not backups:
-        twins.step(lambda rank: None)
-        backups = len(started(twins.ranks[0], StartBackup))
+    until(twins, lambda: started(twins.ranks[0], StartBackup))
     (backup,) = started(twins.ranks[0], StartBackup)
     assert isinstance(backup, StartBackup)
     assert sum(path.pages for path in backup.paths) == 8
@@ -89,26 +88,18 @@ def test_b9_hung_prefetches_leave_room_in_the_tables_for_loads(seed: int) -> Non
     assert len(wire.slots) == 2, "half of the table at most"
     leases = begin(twins, A, "a")
     (job,) = leases[0].loads
-    for _ in range(200):
-        if twins.ranks[0].core.load_result(job) is not None:
-            break
-        twins.step(lambda rank: None)
+    until(twins, lambda: twins.ranks[0].core.load_result(job) is not None)
     assert {rank.core.match(A).device for rank in twins.ranks} == {10 * PAGE}
 
 
 @seeds
 def test_b9_few_retries_fall_due_in_one_apply(seed: int) -> None:
     twins = stage(seed, device_pages=120, host_pages=120)
-    with_faults(twins, Faults(hang=0.0, fail=1.0))
-    for rank in twins.ranks:
-        rank.world.faults = CALM
     prompts = [prompt_of(PAGE + 1, 1000 * n) for n in range(20)]
     for n, prompt in enumerate(prompts):
         leases = publish(twins, prompt, f"r{n}")
-        backup: list[StartBackup] = []
-        while not backup:
-            twins.step(lambda rank: None)
-            backup = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
+        until(twins, lambda: started(twins.ranks[0], StartBackup))
+        backup = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
         for rank in twins.ranks:
             rank.board.done(backup[0].job, Phase.RUN, encode_result(0))
         release(twins, leases)
@@ -162,11 +153,13 @@ def test_b11_an_acquire_is_settled_in_an_apply_on_all_ranks_at_once(seed: int) -
     waiters = twins.step(lambda rank: rank.core.acquire(A, "a", None, 0))
     assert len(set(waiters)) == 1
     woken: list[object] = []
-    while not woken:
-        twins.step(lambda rank: None)
-        both = [rank.script._woken.get(waiters[0]) for rank in twins.ranks]
-        assert (both[0] is None) == (both[1] is None)
-        woken = [lease for lease in both if lease is not None]
+
+    def both_woken() -> bool:
+        woken[:] = [wake.value for rank in twins.ranks for wake in rank.effects if isinstance(wake, Wake)]
+        assert len(woken) != 1, "in the same apply on both ranks"
+        return bool(woken)
+
+    until(twins, both_woken)
     for lease in woken:
         assert isinstance(lease, CoreLease)
         assert (lease.usable_tokens, len(lease.loads)) == (8 * PAGE, 1)
@@ -191,9 +184,9 @@ def test_b12_a_prefetch_pins_nothing_on_device(seed: int) -> None:
     twins.settle()
     release(twins, leases, ("a", "pass"))
     twins.settle()
-    with_faults(twins, NEVER)
     twins.step(lambda rank: rank.core.prefetch(longer, "p"))
-    idle(twins, 30)
+    with_faults(twins, NEVER)
+    until(twins, lambda: twins.ranks[0].core.wire().slots[0][1] is Phase.RUN)
 
     def take_all(rank: TwinRank) -> None:
         lease = rank.core.lease(prompt_of(1, 9000), "big")
@@ -211,11 +204,10 @@ def test_b12_an_anchor_pin_ends_at_result_and_a_lost_anchor_publishes_nothing(se
     longer = prompt_of(16 * PAGE)
     twins = stage(seed, stored=[(longer, (15, 15))])
     host_only(twins, A)
-    with_faults(twins, NEVER)
     (job, _) = twins.step(lambda rank: rank.core.prefetch(longer, "p"))
     assert job is not None
-    while twins.ranks[0].core.wire().slots[0][1] is Phase.HIT:
-        twins.step(lambda rank: None)
+    with_faults(twins, NEVER)  # the query is answered, the reads hang
+    until(twins, lambda: twins.ranks[0].core.wire().slots[0][1] is Phase.RUN)
     leases = begin(twins, A, "a")
     (load,) = leases[0].loads
     for rank in twins.ranks:
@@ -277,6 +269,7 @@ def test_b14_a_copy_behind_a_long_forward_is_not_late(seed: int) -> None:
         rank.world.fire("long pass")
     twins.settle()
     release(twins, leases)
+    twins.settle()
     clear_device(twins)
     assert {rank.core.match(A).host for rank in twins.ranks} == {10 * PAGE}
     twins.must_be_whole()
@@ -294,8 +287,7 @@ def test_b15_degrade_fails_open_loads_and_leaves_other_leases_whole(seed: int, k
     loading = begin(twins, A, "loading")
     (job,) = loading[0].loads
     twins.kill(killed)
-    while not all(rank.core.degraded for rank in twins.ranks):
-        twins.step(lambda rank: None)
+    until(twins, lambda: all(rank.core.degraded for rank in twins.ranks))
     for rank in twins.ranks:
         assert loading[rank.rank].failed is not None
         result = rank.core.load_result(job)
@@ -329,24 +321,28 @@ def test_b15_degrade_fails_open_loads_and_leaves_other_leases_whole(seed: int, k
 @seeds
 def test_b16_a_refused_write_back_is_asked_again_by_the_next_that_passes(seed: int) -> None:
     twins = stage(seed, host_pages=12)
-    first = publish(twins, A, "first")  # holds 10 of 12 host pages while its backup hangs
+    host_only(twins, A)
     with_faults(twins, NEVER)
-    while not started(twins.ranks[0], StartBackup):
-        twins.step(lambda rank: None)
-    (backup,) = [e for e in twins.ranks[0].effects if isinstance(e, StartBackup)]
-    other = prompt_of(5 * PAGE + 1, 600)
-    second = publish(twins, other, "second")
-    assert not [e for rank in twins.ranks for e in rank.effects if isinstance(e, StartWriteBack)]
-    for rank in twins.ranks:
-        rank.board.done(backup.job, Phase.RUN, encode_result(10))
-        rank.board.released(backup.job)
+    first = begin(twins, A, "first")  # its load hangs, and pins 10 of the 12 host pages
+    (load,) = first[0].loads
     with_faults(twins, CALM)
-    release(twins, first)
-    twins.settle()
-    idle(twins, 10)
-    assert not [e for rank in twins.ranks for e in rank.effects if isinstance(e, StartWriteBack)], "no timer asks"
+    other = prompt_of(5 * PAGE + 1, 600)
+    second = begin(twins, other, "second")
+    twins.step(lambda rank: rank.core.commit(second[rank.rank], len(other), ("second", "pass")))
+    assert [sum(len(e.source) for e in writes(rank)) for rank in twins.ranks] == [2 * 4] * 2, (
+        "there is room for two pages"
+    )
+    for rank in twins.ranks:
+        rank.board.done(load, Phase.RUN, encode_result(0))
+        rank.board.released(load)
+        rank.world.fire(("load", load))
+    idle(twins, 6)
+    release(twins, first, ("first", "pass"))
+    for _ in range(60):
+        twins.step(lambda rank: None)
+        assert not any(writes(rank) for rank in twins.ranks), "no timer asks"
     passing = twins.step(lambda rank: rank.core.lease(other, "passing"))
-    assert all(len(started(rank, StartWriteBack)) == 1 for rank in twins.ranks)
+    assert [sum(len(e.source) for e in writes(rank)) for rank in twins.ranks] == [3 * 4] * 2
     twins.settle()
     release(twins, passing)
     release(twins, second, ("second", "pass"))
@@ -354,12 +350,14 @@ def test_b16_a_refused_write_back_is_asked_again_by_the_next_that_passes(seed: i
     twins.must_be_whole()
 
 
+def writes(rank: TwinRank) -> list[StartWriteBack]:
+    return [effect for effect in rank.effects if isinstance(effect, StartWriteBack)]
+
+
 def test_settled_names_the_pages_of_a_declined_prefetch() -> None:
     twins = stage(0, stored=[])
     (job, _) = twins.step(lambda rank: rank.core.prefetch(Prompt(range(40)), "p"))
-    settled: list[Settled] = []
-    while not settled:
-        twins.step(lambda rank: None)
-        settled = [e for e in twins.ranks[1].effects if isinstance(e, Settled)]
+    until(twins, lambda: started(twins.ranks[1], Settled))
+    settled = [e for e in twins.ranks[1].effects if isinstance(e, Settled)]
     assert (settled[0].job, settled[0].pages) == (job, 0)
     twins.must_be_whole()

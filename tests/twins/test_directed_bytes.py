@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_actors.core.words import LoadResult, Phase, Shortfall, StartDrain, StartLoad, StartWriteBack, encode_result
+from hicache_actors.core.words import LoadResult, Phase, Shortfall, StartDrain, StartWriteBack, encode_result
 from hicache_actors.testing.twins import TwinRank
 from hicache_actors.testing.world import Faults
 
@@ -24,13 +24,13 @@ from .stage import (
     release,
     stage,
     started,
+    stuck_at,
+    until,
     with_faults,
 )
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 A = prompt_of(10 * PAGE + 1)
-HANG = Faults(hang=1.0, fail=0.0)
-NEVER = Faults(hang=1.0, fail=0.0, deadline_ms=10.0**9)
 
 
 @seeds
@@ -61,7 +61,7 @@ def test_a2_a_hit_sent_twice_is_never_taken_as_a_result(seed: int, lag: int) -> 
     twins = stage(seed, lag=lag, stored=[(A, (10, 9))])
     (job, _) = twins.step(lambda rank: rank.core.prefetch(A, "a"))
     assert job is not None
-    with_faults(twins, NEVER, ranks=[1])  # rank 1 answers the query and then reads for ever
+    with_faults(twins, stuck_at(4), ranks=[1])  # rank 1 answers the query and then reads for ever
     for _ in range(40):
         twins.step(lambda rank: None)
         for rank in twins.ranks:
@@ -90,7 +90,7 @@ def test_a3_a_release_drains_whether_or_not_its_event_has_fired_here(seed: int) 
 def test_a4_slots_of_a_failed_load_are_a_stray_of_all_who_hold_them(seed: int, owner_first: bool) -> None:
     twins = stage(seed)
     host_only(twins, A)
-    with_faults(twins, NEVER)
+    with_faults(twins, stuck_at(4))
     owner = begin(twins, A, "owner")
     joined = begin(twins, A, "joined")
     assert all(lease.usable_tokens == 10 * PAGE for lease in joined)
@@ -130,27 +130,31 @@ def test_a4_slots_of_a_failed_load_are_a_stray_of_all_who_hold_them(seed: int, o
 def test_a5_target_slots_of_a_load_are_free_at_released_not_at_result(seed: int) -> None:
     twins = stage(seed)
     host_only(twins, A)
-    with_faults(twins, HANG)
+    with_faults(twins, stuck_at(0))
     leases = begin(twins, A, "a")
     (job,) = leases[0].loads
     targets = set(leases[0].pages[:10])
-    while twins.ranks[0].core.load_result(job) is None:
-        twins.step(lambda rank: None)
+    for rank in twins.ranks:
+        rank.board.done(job, Phase.RUN, encode_result(0))  # the deadline
+    until(twins, lambda: twins.ranks[0].core.load_result(job) is not None)
     release(twins, leases)
-    with_faults(twins, Faults(hang=0.0, fail=0.0))
-    held = twins.ranks[0].core.usage().device
+    free_pages = twins.ranks[0].core.usage().device.free_pages
 
     def take(rank: TwinRank) -> set[int]:
         lease = rank.core.lease(prompt_of(1, 7000), "taker")
-        assert rank.core.allocate(lease, held.free_pages * PAGE) is None
-        assert isinstance(rank.core.allocate(lease, 10 * PAGE), Shortfall)
+        assert rank.core.allocate(lease, free_pages * PAGE) is None
+        assert isinstance(rank.core.allocate(lease, PAGE), Shortfall)
         pages = set(lease.pages)
         rank.core.release(lease)
         return pages
 
-    if any(job in rank.core.wire().rows for rank in twins.ranks):
-        assert not twins.step(take)[0] & targets
+    assert not twins.step(take)[0] & targets
+    assert all(job in rank.core.wire().rows for rank in twins.ranks)
+    for rank in twins.ranks:
+        rank.board.released(job)
+        rank.world.fire(("load", job))
     twins.settle()
+    assert {rank.core.usage().device.free_pages for rank in twins.ranks} == {free_pages + 10}
     twins.must_be_whole()
 
 
@@ -161,8 +165,7 @@ def test_a6_a_reset_outlives_open_prefetches_and_old_leases(seed: int) -> None:
     leases = begin(twins, other, "old")
     (job, _) = twins.step(lambda rank: rank.core.prefetch(A, "a"))
     assert job is not None
-    while all(phase is Phase.HIT for _, phase in twins.ranks[0].core.wire().slots):
-        twins.step(lambda rank: None, by_ms=5)
+    until(twins, lambda: any(phase is Phase.RUN for _, phase in twins.ranks[0].core.wire().slots), by_ms=5)
     twins.step(lambda rank: rank.core.reset())
     committed = twins.step(lambda rank: rank.core.commit(leases[rank.rank], len(other), ("old", "pass")))
     assert [(c.published_pages, c.failed) for c in committed] == [(0, "reset")] * 2
@@ -179,7 +182,7 @@ def test_a6_a_reset_outlives_open_prefetches_and_old_leases(seed: int) -> None:
 def test_a7_a_verdict_belongs_to_the_load_and_names_its_cause(seed: int, released_first: bool) -> None:
     twins = stage(seed)
     host_only(twins, A)
-    with_faults(twins, NEVER)
+    with_faults(twins, stuck_at(6))
     leases = begin(twins, A, "a")
     (job,) = leases[0].loads
     assert all(rank.core.load_result(job) is None for rank in twins.ranks)
@@ -202,7 +205,7 @@ def test_a7_a_verdict_belongs_to_the_load_and_names_its_cause(seed: int, release
 def test_a7_a_short_load_with_a_good_source_may_be_tried_again(seed: int) -> None:
     twins = stage(seed)
     host_only(twins, A)
-    with_faults(twins, NEVER)
+    with_faults(twins, stuck_at(3))
     leases = begin(twins, A, "a")
     (job,) = leases[0].loads
     for rank in twins.ranks:
@@ -228,7 +231,7 @@ def test_a8_what_is_lost_on_both_tiers_leaves_with_all_below_it(seed: int) -> No
     longer = prompt_of(14 * PAGE + 1)
     twins = stage(seed)
     host_only(twins, longer)
-    with_faults(twins, NEVER)
+    with_faults(twins, stuck_at(4))
     leases = begin(twins, A, "a")
     (job,) = leases[0].loads
     for rank in twins.ranks:
@@ -257,14 +260,13 @@ def test_a8_an_unproven_page_is_no_source_of_a_write_back(seed: int) -> None:
     longer = prompt_of(13 * PAGE + 1)
     twins = stage(seed)
     host_only(twins, A)
-    with_faults(twins, NEVER)
+    with_faults(twins, stuck_at(2))
     leases = begin(twins, longer, "a")
     (job,) = leases[0].loads
     twins.step(lambda rank: rank.core.commit(leases[rank.rank], len(longer), ("a", "pass")))
     for rank in twins.ranks:
         assert rank.core.match(longer).loading == 13 * PAGE
         assert not started(rank, StartWriteBack), "it hangs below pages that may never arrive"
-    assert not any(started(rank, StartLoad) for rank in twins.ranks)
     for rank in twins.ranks:
         rank.board.done(job, Phase.RUN, encode_result(2))
     idle(twins, 6)
