@@ -27,6 +27,7 @@ from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedE
 from hicache_actors.handles import Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.report import SizingReport
 from hicache_actors.observer import Observer
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.job import OpenJob
@@ -113,6 +114,11 @@ class HiCache:
         failure = parts.driver.failure
         if failure is not None and not isinstance(failure, PeerError):
             raise HiCacheError(f"the cache failed while it was open: {failure!r}") from failure
+
+    @property
+    def report(self) -> SizingReport:
+        """Tokens and bytes of each tier, break-even, and known traps of this configuration, in words (``.text``)."""
+        return self._parts.report
 
     # -- decisions: Core's owner thread --------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from hicache_actors.memory.budget import host_budget
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
@@ -49,8 +50,10 @@ class Parts:
         backend: Backend | None,
         io_workers: Workers,
         driver: DriverKind,
+        report: SizingReport,
     ) -> None:
         self.config, self.kv, self.memory, self.device, self.backend = config, kv, memory, device, backend
+        self.report = report
         self.log = bind_log(part="cache")
         self.core = Core(_core_config(config, kv, memory, storage=backend is not None))
         self.board = Board()
@@ -81,6 +84,7 @@ class Parts:
         await self.system.start(self.host_tier, self.device_tier)
         if self.storage_tier is not None:
             await self.system.start(self.storage_tier)
+        self.log.info("cache_opened", report=self.report.lines())
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
@@ -185,10 +189,19 @@ def build(
         size_gb=config.host.size_gb,
         ratio=config.host.ratio,
         reserve_gb=config.host.reserve_gb,
+        storage=backend is not None,
+    )
+    report = sizing_report(
+        config,
+        tensors.shape,
+        device_pages=tensors.pages,
+        host=budget,
+        storage=storage_facts(config.storage.url, ranks=budget.ranks, replicated=tensors.shape.kv == 1),
+        ranks=budget.ranks,
     )
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
-    return Parts(config, tensors, memory, chosen, backend, io_workers, driver)
+    return Parts(config, tensors, memory, chosen, backend, io_workers, driver, report)
 
 
 def namespace_of(config: Config, shape: KVShape) -> Namespace:
