@@ -227,12 +227,12 @@ class Model:
                 if lease.failed is None and lease.done_pages:
                     ends.append(paths(tokens, lease.done_pages)[-1])
         for job in self.jobs.values():
-            for path in job.pages:
-                if place == HOST:
-                    if job.kind != "prefetch":
-                        out.add(path)
-                elif job.kind in ("load", "write_back"):
-                    ends.append(path)
+            if job.kind == "prefetch":
+                continue
+            slots = job.source if (place == HOST) != (job.kind == "write_back") else job.target
+            for path, slot in zip(job.pages, slots, strict=bool(slots)):
+                if self.held[place].get(path) == slot:  # else it was lost since, and the slot is a stray
+                    (out.add if place == HOST else ends.append)(path)
         for end in ends:
             out.update(end[: 1 + i * PAGE] for i in range(1, (len(end) - 1) // PAGE + 1))
         return out
