@@ -135,6 +135,9 @@ class SimWorld:
         for fn in self._waiting.pop(event, ()):
             fn()
 
+    def has_fired(self, event: object) -> bool:
+        return event in self._fired
+
     def when_all(self, events: Iterable[Hashable], fn: Callable[[], object]) -> None:
         """Call ``fn`` once all ``events`` have fired (at once if they have)."""
         left = [event for event in events if event not in self._fired]

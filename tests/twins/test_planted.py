@@ -8,6 +8,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from hicache_actors.core import CoreLease
+from hicache_actors.core.fetch import PrefetchJob
+from hicache_actors.core.jobs import Job
+from hicache_actors.core.words import HOST, SLOT_BYTES, Phase
 from hicache_actors.ranks import Agreed, Board, Round, RoundVector, WireMap
 from hicache_actors.testing.twins import TwinFailure, TwinOptions, TwinRank, run_twins
 
@@ -67,6 +71,101 @@ class MapOfToday(RoundVector):
         today = dict(self.rank.core.wire().slots)
         values = [(job, today.get(job, phase), value) for job, phase, value in agreed.values]
         return agreed._replace(values=values)
+
+
+def reserve_in_the_pipeline(rank: TwinRank) -> None:
+    """Host slots are taken when this rank's pipeline gets to it."""
+    state, fetches = rank.core.state, rank.core._fetches
+    grant = fetches.grant
+
+    def grant_later(job: PrefetchJob, hit: int) -> None:
+        job.phase = Phase.RUN  # or the same hit would be taken again
+
+        def reserve() -> None:
+            if job.id in state.jobs.open and job.phase is Phase.RUN:
+                grant(job, hit)
+
+        rank.world.at(rank.world.delay_ms(3), reserve)
+
+    plant(fetches, "grant", grant_later)
+
+
+def unlock_at_the_local_end(rank: TwinRank) -> None:
+    """The host lock of a backup goes when this rank's store has answered."""
+    state, released = rank.core.state, rank.board.released
+
+    def unlock(job_id: int) -> None:
+        job = state.jobs.open.get(job_id)
+        if job is not None and job.kind == "backup":
+            state.pins.unpin(job.pins)
+            job.pins = []
+        released(job_id)
+
+    plant(rank.board, "released", unlock)
+
+
+def unpin_at_result(rank: TwinRank) -> None:
+    """A job's pins end with its RESULT."""
+    state = rank.core.state
+    to_limbo = state.to_limbo
+
+    def unpin(job: Job) -> None:
+        to_limbo(job)
+        state.pins.unpin(job.pins)
+        job.pins = []
+
+    plant(state, "to_limbo", unpin)
+
+
+def free_at_result(rank: TwinRank) -> None:
+    """What a prefetch has not published is free with its RESULT."""
+    state, fetches = rank.core.state, rank.core._fetches
+    to_limbo = state.to_limbo
+
+    def free(job: Job) -> None:
+        to_limbo(job)
+        if isinstance(job, PrefetchJob):
+            state.pools[HOST].give(job.slots)
+            fetches.staged_pages -= len(job.slots) // SLOT_BYTES
+            job.slots = b""
+
+    plant(state, "to_limbo", free)
+
+
+def drain_only_what_is_open_here(rank: TwinRank) -> None:
+    """A release looks at whether its events have fired, which is a local fact."""
+    leases = rank.core._leases
+    release = leases.release
+
+    def look_first(lease: CoreLease, after: object | None) -> None:
+        lease.events = [event for event in lease.events if not rank.world.has_fired(event)]
+        release(lease, None if rank.world.has_fired(after) else after)
+
+    plant(leases, "release", look_first)
+
+
+def plant(target: object, name: str, replacement: Callable[..., None]) -> None:
+    setattr(target, name, replacement)
+
+
+def test_a_pipeline_that_reserves_for_itself() -> None:
+    caught({"diverged"}, attach=reserve_in_the_pipeline)
+
+
+def test_a_host_unlock_at_the_local_end_of_a_backup() -> None:
+    caught({"diverged"}, attach=unlock_at_the_local_end)
+
+
+def test_pins_dropped_at_result() -> None:
+    caught({"wrong bytes"}, attach=unpin_at_result)
+
+
+def test_limbo_freed_at_result() -> None:
+    caught({"wrong bytes"}, attach=free_at_result)
+
+
+def test_a_drain_that_depends_on_what_has_fired_here() -> None:
+    caught({"diverged"}, attach=drain_only_what_is_open_here)
 
 
 def test_released_bits_packed_into_a_mask() -> None:
