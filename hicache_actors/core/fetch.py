@@ -247,7 +247,10 @@ class Fetches:
         return self._reached(job.tokens, job.start)[1] == job.start
 
     def _insert(self, job: PrefetchJob, pages: int) -> list[Slots]:
-        """Publish pages [start, start + pages) -> slots of those that the host has got meanwhile."""
+        """Publish pages [start, start + pages) -> slots of those that the host has got meanwhile.
+
+        What lies above on the device alone is asked to be written back, else its eviction would take the new pages along.
+        """
         tree, key, goal = self.state.tree, job.key, job.start + pages
         node, page, left = tree.root(job.tokens.scope), 0, []
         while page < goal:
@@ -270,6 +273,7 @@ class Fetches:
         tree.touch(node)
         if goal < job.start + job.hit:
             tree.hint(node, key, goal, job.start + job.hit)
+        self.state.want_host(node, job.tokens)
         return left
 
     def settle(self, job: PrefetchJob, pages: int, reason: str | None) -> None:
