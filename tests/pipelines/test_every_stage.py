@@ -13,16 +13,8 @@ import pytest
 
 from hicache_actors.errors import BackendError, HiCacheError, TransferError
 from hicache_actors.memory.host import HostMemory
-from hicache_actors.testing.pools import check_conservation, check_whole
-from hicache_actors.testing.small import Small, open_small, prompt
-
-from .kit import (
-    ASKED_PAGES,
-    DEADLINES,
-    TOO_LONG_S,
-    Trap,
-    TrappedBackend,
-    Witness,
+from hicache_actors.testing.lives import (
+    LIFE_PAGES,
     live,
     other_tasks,
     reference_token,
@@ -30,6 +22,11 @@ from .kit import (
     run_checked,
     stopped_or,
 )
+from hicache_actors.testing.pools import check_conservation, check_whole
+from hicache_actors.testing.small import Small, open_small, prompt
+from hicache_actors.testing.witness import Witness
+
+from .kit import DEADLINES, TOO_LONG_S, Trap, TrappedBackend
 from .stages import INSIDE, STAGES, SUBMITS, Setter
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2])
@@ -141,7 +138,7 @@ async def _degrades(set_trap: Setter, deed: Callable[[Small], Awaitable[None]], 
         set_trap(small, trap, patch)
         witness = Witness(small.cache, patch)
         small.device.throttle(latency_s=0.05)  # what was submitted before runs on for a while
-        wanted = reference_token(small, prompt(ASKED_PAGES))
+        wanted = reference_token(small, prompt(LIFE_PAGES))
         assert await live(small) == [wanted] * 4
         assert trap.sprung
         assert small.cache.state == "degraded"
@@ -157,7 +154,7 @@ async def _lives_on(set_trap: Setter, trap: Trap, patch: pytest.MonkeyPatch) -> 
     async with open_small(backend=TrappedBackend(), deadlines=DEADLINES, check_pools=False) as small:
         set_trap(small, trap, patch)
         witness = Witness(small.cache, patch)
-        wanted = reference_token(small, prompt(ASKED_PAGES))
+        wanted = reference_token(small, prompt(LIFE_PAGES))
         assert await live(small) == [wanted] * 4
         assert trap.sprung
         assert small.cache.state == "open"

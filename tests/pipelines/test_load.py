@@ -13,11 +13,10 @@ from hicache_actors.config import Deadlines
 from hicache_actors.handles import Lease, Load
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.runtime import Workers
+from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import Small, evict_device, open_small, prompt
 from hicache_actors.transfer.completions import fired
-
-from .kit import reference_token, request, run_checked
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 LOOPS = pytest.mark.parametrize("anyio_backend", ["virtual:1", "asyncio", "uvloop"], indirect=True)
