@@ -59,7 +59,7 @@ class Parts:
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.workers = Workers("hash", 2)
-        self.forward_workers = Workers("forward", 4)
+        self.forward_workers = Workers("forward", 4, max_lost=None)
         self.io_workers = io_workers
         self.host_tier = HostTier(memory)
         self.device_tier = DeviceTier(device, kv, memory)

@@ -42,11 +42,13 @@ class _Call:
 class Workers:
     """At most ``size`` calls at once, and at most ``max_lost`` lost ones beside them; threads start on demand.
 
+    ``max_lost`` None is for calls that do end, such as computations: a lost one keeps its place, and others wait for it.
+
     On a loop with a true attribute ``threadless`` (virtual time) calls run on the loop itself, one per callback.
     """
 
-    def __init__(self, name: str, size: int = 4, *, max_lost: int = 4) -> None:
-        if size < 1 or max_lost < 0:
+    def __init__(self, name: str, size: int = 4, *, max_lost: int | None = 4) -> None:
+        if size < 1 or (max_lost is not None and max_lost < 0):
             raise ValueError(f"size = {size}, max_lost = {max_lost}: at least 1 and 0")
         self.name = name
         self._size = size
@@ -128,7 +130,7 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise StoppedError(f"workers {self.name} are closed")
-            if self._lost > self._max_lost:
+            if self._max_lost is not None and self._lost > self._max_lost:
                 raise BackendError(f"workers {self.name}: {self._lost} calls hang, {self._max_lost} are allowed")
             self._calls[call] = None
             if loop is None:
@@ -139,7 +141,7 @@ class Workers:
         return call
 
     def _grow(self) -> None:
-        if len(self._threads) < min(len(self._calls), self._size + min(self._lost, self._max_lost)):
+        if len(self._threads) < min(len(self._calls), self._size + min(self._lost, self._max_lost or 0)):
             self._numbers += 1
             thread = threading.Thread(target=self._work, name=f"hicache-{self.name}-{self._numbers}", daemon=True)
             self._threads.add(thread)
