@@ -132,7 +132,7 @@ def _check_slots(state: State, nodes: list[Node], place: int) -> None:
 
 
 def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
-    waiting = {id(node) for retry in saving.retries for node in retry.nodes}
+    waiting = {(retry.scope, bytes(retry.key[: retry.stop * state.tree.page_bytes])) for retry in saving.retries}
     for node in nodes:
         for residency in node.at:
             if residency.state == FILLING:
@@ -142,7 +142,8 @@ def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
             assert node.at[HOST].locks, "saved without a pin"
         if node.stored == WAITING:
             assert node.at[HOST].state == READY, "waits for a retry, but is not on the host"
-    assert not waiting or saving.next_due_ms is not None
+            scope, key = state.tree.scope_of(node), state.tree.path_tokens(node)
+            assert any(scope == where and path.startswith(key) for where, path in waiting), "waits for no retry"
 
 
 # -- digest -----------------------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
             (lease.rid, lease.pages.tobytes(), lease.twins, lease.done_pages, lease.failed, lease.loads)
             for lease in state.leases.values()
         ],
-        [(retry.due_ms, retry.start, retry.tries, [node.tag for node in retry.nodes]) for retry in saving.retries],
+        [(retry.due_ms, retry.start, retry.stop, retry.tries) for retry in saving.retries],
         list(state.tree.hints.items()),
         [(waiter, acquire.rid, acquire.job) for waiter, acquire in waiting.acquires.items()],
         list(waiting.stores),

@@ -26,6 +26,7 @@ from hicache_actors.core.words import (
     StartWriteBack,
     Tokens,
 )
+from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
 
@@ -101,15 +102,24 @@ class BackupJob(_SavingJob):
 
 
 class Retry:
-    """Pages of a failed backup that are tried again, if they are still on the host; nothing pins them meanwhile.
+    """Pages [start, stop) of a path whose backup failed; tried again if they are still on the host and wait.
 
-    ``nodes`` are theirs at the time of the failure: eviction takes the last of them first, splits put new ones between.
+    Nothing pins them meanwhile, so the path is found again by its tokens.
     """
 
-    __slots__ = ("due_ms", "nodes", "start", "tokens", "tries")
+    __slots__ = ("due_ms", "key", "scope", "start", "stop", "tokens", "tries")
 
-    def __init__(self, due_ms: int, nodes: list[Node], start: int, tokens: Tokens | None, tries: int) -> None:
-        self.due_ms, self.nodes, self.start, self.tokens, self.tries = due_ms, nodes, start, tokens, tries
+    def __init__(
+        self,
+        due_ms: int,
+        scope: Scope,
+        key: memoryview,
+        pages: tuple[int, int],
+        tokens: Tokens | None,
+        tries: int,
+    ) -> None:
+        self.due_ms, self.scope, self.key, self.tokens, self.tries = due_ms, scope, key, tokens, tries
+        self.start, self.stop = pages
 
 
 class Saving:
@@ -248,8 +258,11 @@ class Saving:
         if part.tries < len(delays):
             for node in bad:
                 tree.set_stored(node, WAITING)
+            tail = bad[-1]
             due_ms = state.now_ms + round(delays[part.tries] * 1000)
-            self.retries.append(Retry(due_ms, bad, tree.start(bad[0]), part.tokens, part.tries + 1))
+            key = memoryview(tree.path_tokens(tail)) if part.tokens is None else part.tokens.packed
+            span = tree.start(bad[0]), tail.end
+            self.retries.append(Retry(due_ms, tree.scope_of(tail), key, span, part.tokens, part.tries + 1))
         else:
             state.count("backup_given_up_pages", pages)
             for node in bad:
@@ -261,18 +274,24 @@ class Saving:
         for retry in due:
             self.retries.remove(retry)
             self.state.changed = True
-            tail = next((node for node in reversed(retry.nodes) if node.tag and node.stored == WAITING), None)
-            if tail is None:
-                continue
-            run: list[Node] = []
-            for node in self.state.tree.path(tail, retry.start):
-                if node.stored == WAITING:
-                    run.append(node)
-                else:
-                    self._back_up(run, retry.tokens, retry.tries)
-                    run = []
-            self.state.note(Note.RETRY, retry.start, tail.end, retry.tries)
-            self._back_up(run, retry.tokens, retry.tries)
+            self.state.note(Note.RETRY, retry.start, retry.stop, retry.tries)
+            self._retry(retry)
+
+    def _retry(self, retry: Retry) -> None:
+        tree = self.state.tree
+        node, page = tree.root(retry.scope), 0
+        run: list[Node] = []
+        while page < retry.stop:
+            child = tree.child(node, retry.key, page)
+            if child is None or tree.shared(child, retry.key, page, retry.stop) < child.end:
+                break
+            if child.stored == WAITING and page >= retry.start:
+                run.append(child)
+            else:
+                self._back_up(run, retry.tokens, retry.tries)
+                run = []
+            node, page = child, child.end
+        self._back_up(run, retry.tokens, retry.tries)
 
     @property
     def next_due_ms(self) -> int | None:
