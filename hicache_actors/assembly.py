@@ -18,7 +18,7 @@ from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.errors import BackendError, ConfigError, HiCacheError
 from hicache_actors.keys.namespace import Namespace
 from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.memory.budget import host_budget
@@ -79,7 +79,12 @@ class Parts:
     async def start(self) -> None:
         """Raises what a backend raises when it is opened; nothing is left running then."""
         if self.backend is not None:
-            await self.backend.open()
+            try:
+                await self.backend.open()
+            except HiCacheError:
+                raise
+            except Exception as error:
+                raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
         await self.system.open()
         await self.system.start(self.host_tier, self.device_tier)
         if self.storage_tier is not None:
@@ -98,7 +103,7 @@ class Parts:
             with anyio.move_on_after(limit_s) as limit:
                 try:
                     await self.backend.close()
-                except BackendError as error:
+                except Exception as error:
                     self.log.warning("backend_close_failed", exc_info=error)
             if limit.cancelled_caught:
                 left.append("the backend's close")

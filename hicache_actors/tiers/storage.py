@@ -2,7 +2,7 @@
 
 A call runs in a task of its own, outside the system's group: nobody cancels it, neither the job that wants it nor a dying
 group; a caller stops waiting and goes, and the slots that the call touches are held until it has really ended.  What a backend
-does wrong ends here: an error, short data or a bad checksum is a miss, counted.
+does wrong ends here: an error, an answer that breaks the contract, short data or a bad checksum is a miss, counted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import anyio
@@ -94,7 +95,7 @@ class StorageTier(Actor):
     async def query(self, hashes: Sequence[bytes]) -> int:
         """Length of the leading run that is stored; 0 if the store fails."""
         keys = self._keys.keys(hashes)
-        return await self.outcome(self._start("query", lambda: self.backend.exists(keys)), 0)
+        return await self.outcome(self._start("query", lambda: self._query(keys)), 0)
 
     def start_read(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> asyncio.Task[int]:
         """Read and verify a batch -> its leading pages that are right.  Skipped if not ``wanted`` when its turn comes."""
@@ -135,7 +136,7 @@ class StorageTier(Actor):
             foreign_pages=self._pages["foreign_pages"],
             open_calls=len(self._open),
             last_error=self._last_error,
-            backend=self.backend.stats(),
+            backend=self._backend_stats(),
         )
 
     async def finish_calls(self, timeout_s: float) -> int:
@@ -166,6 +167,12 @@ class StorageTier(Actor):
     def _counted(self, message: Counted) -> None:
         self._pages[message.what] += message.pages
 
+    def _backend_stats(self) -> Mapping[str, int | float | str]:
+        try:
+            return self.backend.stats()
+        except Exception as error:
+            return {"stats_failed": f"{type(error).__name__}: {error}"}
+
     # -- inside a call's task ------------------------------------------------------------------------------------------
 
     def _start(self, kind: CallKind, call: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
@@ -192,12 +199,15 @@ class StorageTier(Actor):
         if self.state == "running":  # a call may outlive the actor
             self.tell(message)
 
+    async def _query(self, keys: Sequence[str]) -> int:
+        return max(0, min(index(await self.backend.exists(keys)), len(keys)))
+
     async def _read(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> int:
         async with self._reads:
             if not wanted():
                 return 0
             keys, objects = self._keys.keys(hashes), self._host.objects(slots)
-            found = await self.backend.read(keys, objects)
+            found = list(await self.backend.read(keys, objects))[: len(keys)]
         whole = next((at for at, here in enumerate(found) if not here), len(found))
         verdicts = await self._workers.run(
             verify_many, objects[:whole], self._keys.namespace_digest, hashes[:whole], self._keys.chunk
@@ -221,7 +231,8 @@ class StorageTier(Actor):
         async with self._writes:
             if not wanted():
                 return ()
-            outcomes = await self.backend.write(self._keys.keys(hashes), self._host.objects(slots))
+            answers = await self.backend.write(self._keys.keys(hashes), self._host.objects(slots))
+        outcomes = [Stored(answer) for answer in answers][: len(hashes)]
         self._note(Counted("written_pages", sum(outcome is Stored.WRITTEN for outcome in outcomes)))
         self._note(Counted("present_pages", sum(outcome is Stored.PRESENT for outcome in outcomes)))
         return outcomes
