@@ -20,7 +20,7 @@ from hicache_actors.testing.world import SimWorld
 
 FAMILIES = 6
 BRANCHES = 3
-MAX_LIVE = 8
+MAX_LIVE = 6
 _TENANT = Scope(salt="tenant")
 _FAR = 10**9
 
@@ -66,7 +66,7 @@ class TwinScript:
         core: Core,
         world: SimWorld,
         section: Callable[[], AbstractContextManager[None]],
-        defer: Callable[[Callable[[Any], None]], None],
+        defer: Callable[[Callable[[Any], object]], None],
     ) -> None:
         self.rng = random.Random(seed)
         self.local_rng = random.Random(world.rng.random())
@@ -131,7 +131,7 @@ class TwinScript:
         """Outside the section: releases that the next section runs first."""
         late, self._late = self._late, []
         for request in late:
-            self.defer(lambda core, request=request: self._release(request))
+            self.defer(self._releasing(request))
 
     @property
     def idle(self) -> bool:
@@ -151,7 +151,7 @@ class TwinScript:
 
     def _admit(self) -> None:
         rng, page = self.rng, self.page_size
-        family, known = rng.randrange(FAMILIES), rng.randrange(2, 90)
+        family, known = rng.randrange(FAMILIES), rng.randrange(2, 80)
         tokens = family_tokens(family, known, rng.randrange(BRANCHES), rng.choice((10 * page, 18 * page, _FAR)))
         self._made += 1
         tail_base = 900_000 + (family * 50 if rng.random() < 0.8 else 1000 * self._made)
@@ -298,6 +298,9 @@ class TwinScript:
 
     def _close_later(self, hold: Hashable) -> None:
         self.world.at(self.local_rng.expovariate(1 / 60), lambda: self.world.fire(hold))
+
+    def _releasing(self, request: _Request) -> Callable[[Core], None]:
+        return lambda _: self._release(request)
 
     def _release(self, request: _Request) -> None:
         lease = request.lease

@@ -22,8 +22,9 @@ from hicache_actors.core.words import TIER_NAMES, Effect, Wake
 from hicache_actors.errors import PeerError, TransferError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import AutoDriver, Board, Driver, Pending, Round, RoundVector, StepDriver
+from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family_scope, family_tokens
-from hicache_actors.testing.world import Faults, SimWorld, page_keys
+from hicache_actors.testing.world import SimWorld, page_keys
 
 MAX_WIND_DOWN_STEPS = 4000
 
@@ -34,7 +35,7 @@ class TwinFailure(AssertionError):
     """What a run has caught; ``kind`` is one of ``diverged``, ``wrong bytes``, ``broken`` (Core), ``leak``, ``stuck``."""
 
     def __init__(self, kind: str, options: TwinOptions, step: int, detail: object) -> None:
-        super().__init__(f"{kind} at step {step}: {detail}\n  replay: {options.command()}")
+        super().__init__(f"{kind} at step {step} of seed {options.seed}: {detail}")
         self.kind, self.step, self.detail = kind, step, detail
 
 
@@ -52,16 +53,19 @@ class TwinOptions(msgspec.Struct, frozen=True):
     table_rows: int = 64
     kill_step: int | None = None  #: after this step the last rank's movers are dead
     check_every: int = 1  #: steps between two `check()`s
+    auto: bool = False  #: one rank with the auto driver
     faults: Faults = Faults()
 
     def command(self) -> str:
-        """The shell command that runs this again."""
-        changed = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name in _NUMBERS
-            if getattr(self, name) != getattr(_DEFAULTS, name) or name == "seed"
-        ]
-        return " ".join(["python -m hicache_actors.testing.twins", *changed])
+        """The shell command that runs the random script of these options again."""
+        parts = ["python -m hicache_actors.testing.twins", f"--seed {self.seed}"]
+        for given, usual, names in ((self, _DEFAULTS, _NUMBERS[1:]), (self.faults, _DEFAULTS.faults, _FAULTS)):
+            parts += [
+                f"--{name.replace('_', '-')} {getattr(given, name)}"
+                for name in names
+                if getattr(given, name) != getattr(usual, name)
+            ]
+        return " ".join(parts + ["--auto"] * self.auto)
 
     def core_config(self) -> CoreConfig:
         return CoreConfig(
@@ -87,6 +91,7 @@ _NUMBERS = (
     "table_rows",
     "kill_step",
 )
+_FAULTS = ("hang", "fail", "unsound", "deadline_ms")
 
 
 class Group:
@@ -249,6 +254,8 @@ class Twins:
     def must_be_whole(self) -> None:
         """Reset, and nothing is left: pools, leases, jobs, local tables."""
         self.step(lambda rank: rank.core.reset())
+        if self.needs_step:  # the apply before the reset has opened a retry
+            self.settle()
         for rank in self.ranks:
             rank.must_be_whole(self.steps)
 
@@ -259,6 +266,10 @@ class Twins:
             _must_not_be_broken(self.options, self.steps, driver)
         if len({rank.core.state_digest() for rank in self.ranks}) != 1:
             raise TwinFailure("diverged", self.options, self.steps, [rank.core.usage() for rank in self.ranks])
+
+
+def _calling(calls: int) -> Callable[[TwinRank], None]:
+    return lambda rank: rank.script.run_step(calls)
 
 
 def _must_not_be_broken(options: TwinOptions, step: int, driver: Driver) -> None:
@@ -279,7 +290,7 @@ def run_twins(
     pace = random.Random(options.seed + 12345)
     while script.operations < options.operations:
         calls = pace.randrange(0, 5)
-        twins.step(lambda rank, calls=calls: rank.script.run_step(calls))
+        twins.step(_calling(calls))
         if twins.steps == options.kill_step:
             twins.kill(options.ranks - 1)
     for _ in range(MAX_WIND_DOWN_STEPS):
@@ -333,6 +344,15 @@ def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = 
     raise TwinFailure("stuck", options, step, (rank.core.usage(), rank.script.pending()))
 
 
+def run(options: TwinOptions) -> TwinRank:
+    """Run the random script as the options say -> the first rank.  A failure's note is the command that replays it."""
+    try:
+        return run_auto(options) if options.auto else run_twins(options).ranks[0]
+    except TwinFailure as failure:
+        failure.add_note(f"replay: {options.command()}")
+        raise
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replay one run, or a range of seeds; prints what happened."""
     parser = argparse.ArgumentParser(prog="python -m hicache_actors.testing.twins", description=main.__doc__)
@@ -340,12 +360,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--auto", action="store_true", help="one rank with the auto driver")
     for name in _NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULTS, name))
+    for name in _FAULTS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(_DEFAULTS.faults, name))
     given = vars(parser.parse_args(arguments))
-    seeds, auto = given.pop("seeds"), given.pop("auto")
+    seeds = given.pop("seeds")
+    faults = Faults(**{name: given.pop(name) for name in _FAULTS})
     stats: Counter[str] = Counter()
     for seed in range(given["seed"], given["seed"] + seeds):
-        options = TwinOptions(**{**given, "seed": seed})
-        rank = run_auto(options) if auto else run_twins(options).ranks[0]
+        rank = run(TwinOptions(**{**given, "seed": seed}, faults=faults))
         stats.update(rank.script.stats)
         stats.update({f"core.{name}": count for name, count in rank.core.counts.items()})
     print(f"{seeds} clean: {dict(sorted(stats.items()))}")

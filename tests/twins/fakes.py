@@ -38,7 +38,7 @@ class FakeCore:
         now_ms: int,
         values: Iterable[Value],
         released: Iterable[int],
-        intents: Iterable[Callable[[Any], None]] = (),
+        intents: Iterable[Callable[[Any], object]] = (),
         alive: bool = True,
     ) -> None:
         if self.error is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Effect, Shortfall, StartLoad
 from hicache_actors.keys.prompt import Prompt
+from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.twins import TwinOptions, TwinRank, Twins
-from hicache_actors.testing.world import Faults
 
 PAGE = 4
 CALM = Faults(hang=0.0, fail=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from hicache_actors.core import CoreLease
@@ -81,7 +83,7 @@ def test_b9_hung_prefetches_leave_room_in_the_tables_for_loads(seed: int) -> Non
     host_only(twins, A)
     with_faults(twins, NEVER)
     for n, prompt in enumerate(wanted):
-        twins.step(lambda rank, n=n, prompt=prompt: rank.core.prefetch(prompt, f"p{n}"))
+        twins.step(partial(prefetch, prompt=prompt, rid=f"p{n}"))
     idle(twins, 30)
     with_faults(twins, CALM)
     wire = twins.ranks[0].core.wire()
@@ -125,6 +127,10 @@ def test_b10_decode_commits_leave_few_nodes(seed: int) -> None:
     twins = stage(seed, device_pages=80, host_pages=80)
     prompt = prompt_of(PAGE + 1)
     leases = publish(twins, prompt, "a")
+
+    def commit(rank: TwinRank, page: int) -> None:
+        rank.core.commit(leases[rank.rank], page * PAGE, ("a", page))
+
     for page in range(2, 40):
         more = range(page * PAGE - PAGE + 1, page * PAGE + 1)
         prompt.append(more)
@@ -137,7 +143,7 @@ def test_b10_decode_commits_leave_few_nodes(seed: int) -> None:
             rank.world.forward(("a", page), [], [(lease.pages[page - 1], keys[page - 1])], ())
 
         twins.step(decode)
-        twins.step(lambda rank, page=page: rank.core.commit(leases[rank.rank], page * PAGE, ("a", page)))
+        twins.step(partial(commit, page=page))
     twins.settle()
     release(twins, leases, ("a", 39))
     twins.settle()
@@ -348,6 +354,10 @@ def test_b16_a_refused_write_back_is_asked_again_by_the_next_that_passes(seed: i
     release(twins, second, ("second", "pass"))
     twins.settle()
     twins.must_be_whole()
+
+
+def prefetch(rank: TwinRank, prompt: Prompt, rid: str) -> int | None:
+    return rank.core.prefetch(prompt, rid)
 
 
 def writes(rank: TwinRank) -> list[StartWriteBack]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from hicache_actors.core.words import LoadResult, Phase, Shortfall, StartDrain, StartWriteBack, encode_result
+from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.twins import TwinRank
-from hicache_actors.testing.world import Faults
 
 from .stage import (
     PAGE,

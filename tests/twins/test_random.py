@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from hicache_actors.testing.twins import TwinFailure, TwinOptions, main, run_auto, run_twins
+from hicache_actors.testing.mover import Faults
+from hicache_actors.testing.twins import TwinFailure, TwinOptions, main, run, run_twins
 
 CHUNK = 20
 HAPPENED = (
@@ -35,26 +36,25 @@ HAPPENED = (
 def test_composed_scenario(first: int, lag: int) -> None:
     stats: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
-        twins = run_twins(TwinOptions(seed=seed, lag=lag, check_every=4))
-        stats.update(twins.ranks[0].script.stats)
+        stats.update(run(TwinOptions(seed=seed, lag=lag, check_every=4)).script.stats)
     assert [what for what in HAPPENED if not stats[what]] == [], "the scenario has lost a part"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_check_holds_after_every_step(seed: int) -> None:
-    assert run_twins(TwinOptions(seed=seed, lag=1 + seed % 3)).steps > 50
+    assert run(TwinOptions(seed=seed, lag=1 + seed % 3)).script.operations >= 300
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_three_ranks(seed: int) -> None:
-    assert len(run_twins(TwinOptions(seed=seed, ranks=3, operations=150, check_every=4)).ranks) == 3
+    assert run(TwinOptions(seed=seed, ranks=3, operations=150, check_every=4)).script.stats["emitted"]
 
 
 @pytest.mark.parametrize("first", range(0, 40, CHUNK))
 def test_auto_driver(first: int) -> None:
     emitted = 0
     for seed in range(first, first + CHUNK):
-        emitted += run_auto(TwinOptions(seed=seed, check_every=4)).script.stats["emitted"]
+        emitted += run(TwinOptions(seed=seed, auto=True, check_every=4)).script.stats["emitted"]
     assert emitted
 
 
@@ -72,21 +72,34 @@ def test_a_rank_whose_movers_die(first: int, lag: int) -> None:
 @pytest.mark.parametrize(("slots", "rows"), [(8, 8), (4, 4), (4, 64), (64, 4)])
 def test_small_tables(slots: int, rows: int) -> None:
     for seed in range(6):
-        twins = run_twins(TwinOptions(seed=seed, table_slots=slots, table_rows=rows, check_every=4))
-        assert not twins.needs_step
+        rank = run(TwinOptions(seed=seed, table_slots=slots, table_rows=rows, check_every=4))
+        assert not rank.core.needs_step
 
 
 @pytest.mark.parametrize(("device", "host"), [(40, 40), (96, 32), (48, 160)])
 def test_other_pool_sizes(device: int, host: int) -> None:
     for seed in range(6):
-        twins = run_twins(TwinOptions(seed=seed, device_pages=device, host_pages=host, check_every=4))
-        assert not twins.needs_step
+        rank = run(TwinOptions(seed=seed, device_pages=device, host_pages=host, check_every=4))
+        assert not rank.core.needs_step
 
 
-def test_a_failure_names_its_replay_and_the_replay_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    options = TwinOptions(seed=3, lag=2, operations=40, host_pages=70)
-    command = options.command()
-    assert str(TwinFailure("diverged", options, 1, "here")).endswith(command)
-    assert command == "python -m hicache_actors.testing.twins --seed 3 --operations 40 --lag 2 --host-pages 70"
+@pytest.mark.parametrize("seed", range(6))
+def test_much_goes_wrong(seed: int) -> None:
+    rank = run(TwinOptions(seed=seed, lag=1 + seed % 3, check_every=4, faults=Faults(hang=0.3, fail=0.3, unsound=0.5)))
+    assert rank.core.counts["backup_failed_pages"]
+
+
+def test_a_failure_names_its_replay_and_the_replay_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = TwinOptions(seed=3, lag=2, operations=40, host_pages=70, faults=Faults(hang=0.1))
+    with monkeypatch.context() as broken:
+        broken.setattr("hicache_actors.core.Core.state_digest", lambda core: id(core))
+        with pytest.raises(TwinFailure, match="diverged at step 1 of seed 3") as caught:
+            run(options)
+    (note,) = caught.value.__notes__
+    command = "python -m hicache_actors.testing.twins --seed 3 --operations 40 --lag 2 --host-pages 70 --hang 0.1"
+    assert note == f"replay: {command}"
     assert main(command.split()[3:]) == 0
     assert capsys.readouterr().out.startswith("1 clean")
+    assert TwinOptions(auto=True).command().endswith("--seed 0 --auto")
