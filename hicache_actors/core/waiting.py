@@ -27,11 +27,22 @@ class Acquire:
         self.joined = False  # somebody else's prefetch
 
 
+class Stores:
+    """A waiter of `stored`: what it has seen so far."""
+
+    __slots__ = ("run_pages", "tokens", "whole")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.run_pages = 0  # acknowledged; that counts even if the pages have left the tree since
+        self.whole = False  # all of the prompt was in the tree at some time
+
+
 class Waiting:
     def __init__(self, state: State, leases: Leases, fetches: Fetches, saving: Saving) -> None:
         self.state, self.leases, self.fetches, self.saving = state, leases, fetches, saving
         self.acquires: dict[int, Acquire] = {}
-        self.stores: dict[int, tuple[Tokens, bool]] = {}  # tokens, was all of it in the tree at some time
+        self.stores: dict[int, Stores] = {}
         self.drains: dict[int, None] = {}
         self._acquired: dict[int, CoreLease] = {}
         self._rids: dict[str, int] = {}
@@ -125,7 +136,7 @@ class Waiting:
 
     def stored(self, tokens: Tokens) -> int:
         self._last += 1
-        self.stores[self._last] = tokens, False
+        self.stores[self._last] = Stores(tokens)
         self.state.changed = True
         return self._last
 
@@ -144,8 +155,7 @@ class Waiting:
         """Drop a waiter of `stored` or `drained` -> its answer as of now; None for an unknown id."""
         entry = self.stores.pop(waiter, None)
         if entry is not None:
-            tokens, reason, _ = self._stored_now(*entry)
-            return tokens, reason
+            return self._stored_now(entry)
         if waiter in self.drains:
             del self.drains[waiter]
             return self.pages_left()
@@ -157,11 +167,10 @@ class Waiting:
             return
         state.changed = False
         for waiter, entry in list(self.stores.items()):
-            tokens, reason, whole = self._stored_now(*entry)
-            self.stores[waiter] = entry[0], whole
-            if reason != "pending":
+            answer = self._stored_now(entry)
+            if answer[1] != "pending":
                 del self.stores[waiter]
-                state.effects.append(Wake(waiter, (tokens, reason)))
+                state.effects.append(Wake(waiter, answer))
         if self.drains and (state.degraded or self.saving.idle):
             left = self.pages_left()
             for waiter in self.drains:
@@ -175,36 +184,37 @@ class Waiting:
             return 0
         return tree.pages - (tree.stored_pages if state.config.storage else tree.resident[HOST])
 
-    def _stored_now(self, tokens: Tokens, was_whole: bool) -> tuple[int, str | None, bool]:
-        """-> tokens of the acknowledged run; why not more (None: that is all; "pending": more may come); is all in the tree."""
-        state, tree, key = self.state, self.state.tree, tokens.packed
-        stop = len(tokens) // state.page
-        node, page = tree.root(tokens.scope), 0
-        run, stands, unproven, reason = 0, True, False, None
+    def _stored_now(self, entry: Stores) -> tuple[int, str | None]:
+        """-> (tokens of the acknowledged leading run, why not more: None if that is all, "pending" if more may come)."""
+        state, tree, key = self.state, self.state.tree, entry.tokens.packed
+        stop = len(entry.tokens) // state.page
+        node, page = tree.root(entry.tokens.scope), 0
+        unproven, reason = False, None
         while page < stop:
             child = tree.child(node, key, page)
             if child is None:
                 break
             depth = tree.shared(child, key, page, stop)
             unproven = unproven or child.at[DEVICE].state == FILLING
-            if stands and child.stored == STORED:
-                run = depth
-            elif stands:
-                stands, reason = False, self._why_not(child, unproven)
+            if reason is None:
+                if child.stored == STORED:
+                    entry.run_pages = max(entry.run_pages, depth)
+                elif depth > entry.run_pages:
+                    reason = self._why_not(child, unproven)
             page = depth
             if depth < child.end:
                 break
             node = child
-        whole = page >= stop
-        if run >= stop:
-            return stop * state.page, None, True
+        entry.whole = entry.whole or page >= stop
+        if entry.run_pages >= stop:
+            return stop * state.page, None
         if state.degraded:
             reason = "degraded"
         elif not state.config.storage:
             reason = "no_storage"
-        elif stands:
-            reason = "evicted" if was_whole else "not_committed"
-        return run * state.page, reason, whole or was_whole
+        elif reason is None:
+            reason = "evicted" if entry.whole else "not_committed"
+        return entry.run_pages * state.page, reason
 
     def _why_not(self, node: Node, unproven: bool) -> str:
         """Why a node in the tree is not stored: still under way, or given up."""

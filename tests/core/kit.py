@@ -71,7 +71,7 @@ def settle(core: Core, results: dict[int, int] | None = None, hits: dict[int, in
     effects = []
     for _ in range(100):
         effects += answer(core, results, hits)
-        if not core.needs_step:
+        if not core.state.jobs.open:
             return effects
     raise AssertionError(f"jobs stay open: {core.usage().jobs}")
 

@@ -122,7 +122,9 @@ def test_twin_failed_if_the_request_only_hung_below_the_load() -> None:
     reader = core.lease(A, "reader")
     (job,) = core.load(reader)  # type: ignore[misc]
     done = core.commit(own, 40)
-    assert (done.published_pages, done.private_pages, done.failed) == (0, 11, None), "a filling twin counts as published"
+    assert (done.published_pages, done.private_pages, done.failed) == (0, 11, None), (
+        "a filling twin counts as published"
+    )
     longer = A.plus(range(100, 111))
     own.tokens = longer
     core.allocate(own, 11)

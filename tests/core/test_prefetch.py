@@ -17,7 +17,7 @@ from hicache_actors.core.words import (
     unpack_slots,
 )
 
-from .kit import PAGE, Toks, answer, cached, clear_device, compute, host_only, make, of_type, pages_of, settle, whole
+from .kit import PAGE, Toks, cached, clear_device, compute, host_only, make, of_type, pages_of, settle, whole
 
 A = Toks(range(41))
 
