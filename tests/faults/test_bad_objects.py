@@ -71,12 +71,16 @@ async def test_a_damaged_file_is_a_miss(anyio_backend: object, damage: str, tmp_
         def spoil(number: int) -> None:
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
             key = storage._keys.keys([hashes[number - 1]])[0]
-            (path,) = tmp_path.glob(f"objects/*/{key}.kv")
+            (path,) = _files(tmp_path, f"objects/*/{key}.kv")
             path.write_bytes(DAMAGES[damage](path.read_bytes()))
 
         await _check_damage(small, spoil, damage)
-        assert len(list(tmp_path.glob("objects/*/*.kv"))) == PAGES
-        assert len(list(tmp_path.glob("quarantine/*.bad"))) == 1
+        assert len(_files(tmp_path, "objects/*/*.kv")) == PAGES
+        assert len(_files(tmp_path, "quarantine/*.bad")) == 1
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.glob(pattern))
 
 
 async def _check_damage(small: Small, spoil: Callable[[int], None], damage: str) -> None:
@@ -121,20 +125,19 @@ def test_an_object_under_a_foreign_key_is_corrupt(seed: int | None) -> None:
     run_checked(main, seed)
 
 
-@pytest.mark.parametrize("fact", ["model_id", "weights"])
-def test_a_foreign_namespace_is_a_plain_miss(fact: str) -> None:
+@pytest.mark.parametrize(
+    "facts", [ModelFacts(model_id="another", weights="v1"), ModelFacts(model_id="toy", weights="v2")]
+)
+def test_a_foreign_namespace_is_a_plain_miss(facts: ModelFacts) -> None:
     """Another model's objects, even under our keys, are neither served nor destroyed."""
 
     async def main() -> None:
-        theirs = msgspec.structs.replace(
-            small_config(url=f"memory://theirs-{fact}"),
-            model=ModelFacts(**{"model_id": "toy", "weights": "v1", fact: "another"}),
-        )
+        theirs = msgspec.structs.replace(small_config(url=f"memory://theirs-{facts.weights}"), model=facts)
         async with open_small(config=theirs) as small:
             await request(small, prompt(PAGES))
             await small.cache.drain(10.0)
             foreign = list(small.cache.movers.storage.backend._objects.values())  # type: ignore[attr-defined]
-        async with open_small(url=f"memory://ours-{fact}") as small:
+        async with open_small(url=f"memory://ours-{facts.weights}") as small:
             backend = small.cache.movers.storage.backend
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
             keys = small.cache.movers.storage._keys.keys(hashes)
@@ -145,12 +148,8 @@ def test_a_foreign_namespace_is_a_plain_miss(fact: str) -> None:
             assert storage is not None
             assert storage.foreign_pages >= 1
             assert storage.corrupt_pages == 0
-            assert set(await _keys(small)) == set(keys)
+            await asyncio.sleep(0.1)  # whatever would be quarantined is by then
+            assert backend._objects.keys() >= set(keys)  # type: ignore[attr-defined]
             assert await request(small, prompt(PAGES)) == reference_token(small, prompt(PAGES))
 
     run_checked(main, None)
-
-
-async def _keys(small: Small) -> list[str]:
-    await asyncio.sleep(0.1)  # whatever would be quarantined is by then
-    return [key async for key in small.cache.movers.storage.backend.keys()]
