@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from types import ModuleType
 
@@ -12,6 +13,20 @@ from hicache_actors import cli
 from hicache_actors.errors import ConfigError, HiCacheError
 
 FIGURES = {"match_24k_us": 18.25, "match_24k_us_p999": 40.0, "match_24k_us_max": 55.5, "evict_272k_ms": 0.8}
+
+CORE_FIGURES = [
+    "prompt_24k_us",
+    "match_24k_us",
+    "match_24k_cold_us",
+    "match_24k_list_us",
+    "insert_24k_us",
+    "insert_24k_list_us",
+    "evict_272k_ms",
+    "lease_32k_us",
+    "hash_32k_page64_us",
+    "tell_us",
+    "ask_us",
+]
 
 
 @pytest.fixture
@@ -36,6 +51,15 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr()
     assert json.loads(printed.out) == FIGURES
     assert printed.err == ""
+
+
+def test_bench_core_has_every_figure_with_its_tail() -> None:
+    command = [sys.executable, "-m", "hicache_actors.cli", "bench", "core", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    figures = json.loads(done.stdout)
+    assert set(figures) == {name + suffix for name in CORE_FIGURES for suffix in ("", "_p999", "_max")}
+    for name in CORE_FIGURES:
+        assert 0 < figures[name] <= figures[f"{name}_p999"] <= figures[f"{name}_max"], name
 
 
 @pytest.mark.usefixtures("suite")
