@@ -19,6 +19,7 @@ from hicache_actors.core.words import (
     Wake,
     encode_result,
 )
+from hicache_actors.errors import PeerError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.twins import TwinRank
 
@@ -322,6 +323,32 @@ def test_b15_degrade_fails_open_loads_and_leaves_other_leases_whole(seed: int, k
     idle(twins, 50)
     for rank in twins.ranks:
         assert rank.core.degraded, "final"
+
+
+@seeds
+def test_b15_survivors_of_a_vanished_peer_live_on_without_the_cache(seed: int) -> None:
+    twins = stage(seed)
+    host_only(twins, A)
+    with_faults(twins, NEVER)
+    leases = begin(twins, A, "loading")
+    rank, driver = twins.ranks[0], twins.drivers[0]
+    for _ in range(2 * driver.lag + 2):  # the peer makes no step any more
+        driver.begin_step(timeout_s=0)
+        driver.end_step()
+    assert isinstance(driver.failure, PeerError)
+    assert rank.core.degraded
+    assert not driver.needs_step, "there is nobody to agree with"
+    lease = leases[0]
+    assert (lease.failed, len(lease.pages)) == ("load_failed", 11)
+    driver.begin_step()
+    with driver.section():
+        assert rank.core.match(A).host == 0
+        later = rank.core.lease(A, "later")
+        assert rank.core.allocate(later, 2 * PAGE) is None
+        rank.core.release(later)
+        rank.core.release(lease, ("loading", "pass"))
+    driver.end_step()
+    rank.core.check()
 
 
 @seeds

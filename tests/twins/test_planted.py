@@ -8,7 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from hicache_actors.core import CoreLease
+import pytest
+
+from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.words import HOST, SLOT_BYTES, Phase
@@ -149,6 +151,11 @@ def plant(target: object, name: str, replacement: Callable[..., None]) -> None:
 
 
 def test_a_pipeline_that_reserves_for_itself() -> None:
+    caught({"diverged"}, attach=reserve_in_the_pipeline)
+
+
+def test_the_digest_on_the_wire_finds_a_divergence_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Core, "state_digest", lambda core: 0)
     caught({"diverged"}, attach=reserve_in_the_pipeline)
 
 
