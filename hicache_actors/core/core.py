@@ -18,7 +18,8 @@ from hicache_actors.core import usage as _usage
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
-from hicache_actors.core.leases import CoreLease, Leases
+from hicache_actors.core.lease import CoreLease
+from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.node import PLACES
 from hicache_actors.core.saving import Saving

@@ -18,7 +18,7 @@ from hicache_actors.core.tree import Tree
 from hicache_actors.core.words import ABSENT, DEVICE, HOST, SLOT_BYTES, TIER_NAMES, Effect, Forget, Phase, Slots, Tokens
 
 if TYPE_CHECKING:
-    from hicache_actors.core.leases import CoreLease
+    from hicache_actors.core.lease import CoreLease
 
 _PACK = struct.Struct("<4q").pack
 

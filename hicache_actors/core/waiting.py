@@ -7,7 +7,8 @@ of the section that asks, when there is nothing to fetch); the others when a sec
 from __future__ import annotations
 
 from hicache_actors.core.fetch import Fetched, Fetches
-from hicache_actors.core.leases import CoreLease, Leases
+from hicache_actors.core.lease import CoreLease
+from hicache_actors.core.leases import Leases
 from hicache_actors.core.node import SAVING, STORED, WAITING, Node
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State

@@ -52,7 +52,7 @@ def answer(
     """One round: every job on the wire that ``only`` lets through answers fully, or as told -> effects.  Checks Core."""
     effects = core.take_effects()
     wire = core.wire()
-    values = []
+    values: list[tuple[int, Phase, int]] = []
     for job, phase in wire.slots:
         if only(job):
             if phase is Phase.HIT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicache_actors.core import Core, CoreLease
+from hicache_actors.core import Core, CoreLease, words
 from hicache_actors.core.check import nodes_of
 from hicache_actors.core.words import (
     DEVICE,
@@ -35,6 +35,11 @@ GARBAGE: Path = ("garbage",)
 def paths(tokens: Toks, pages: int) -> list[Path]:
     ids = memoryview(tokens.packed).cast("q").tolist()
     return [(tokens.scope, *ids[: (i + 1) * PAGE]) for i in range(pages)]
+
+
+def pages_of_path(path: words.Path, pages: int) -> list[Path]:
+    ids = memoryview(path.tokens).cast("q").tolist()
+    return [(path.scope, *ids[: (path.first_page + i + 1) * PAGE]) for i in range(pages)]
 
 
 def residents(core: Core, place: int) -> dict[Path, tuple[int, int]]:
@@ -140,19 +145,16 @@ class Model:
                     source = unpack_slots(effect.source)
                     pages = [by_slot[HOST][slot] for slot in source]
                     assert sum(path.pages for path in effect.paths) == len(source)
-                    named = []
-                    for path in effect.paths:
-                        ids = memoryview(path.tokens).cast("q").tolist()
-                        named += [(path.scope, *ids[: (path.first_page + i + 1) * PAGE]) for i in range(path.pages)]
+                    named: list[Path] = []
+                    for named_path in effect.paths:
+                        named += pages_of_path(named_path, named_path.pages)
                     assert named == pages, "paths name the pages"
                     self.jobs[effect.job] = ModelJob("backup", source, [], pages)
                 case StartPrefetch():
                     self.started[effect.job] = effect
                 case Grant():
-                    path = self.started[effect.job].path
-                    ids = memoryview(path.tokens).cast("q").tolist()
                     slots = unpack_slots(effect.slots)
-                    pages = [(path.scope, *ids[: (path.first_page + i + 1) * PAGE]) for i in range(len(slots))]
+                    pages = pages_of_path(self.started[effect.job].path, len(slots))
                     self.jobs[effect.job] = ModelJob("prefetch", [], slots, pages)
                 case StartDrain():
                     assert effect.job in self.drained or effect.events

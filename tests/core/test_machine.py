@@ -261,7 +261,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def round(self, hit, result, *, everything: bool = False, data: st.DataObject | None = None) -> None:  # type: ignore[no-untyped-def]
         wire = self.core.wire()
-        values = []
+        values: list[tuple[int, Phase, int]] = []
         for job, phase in wire.slots:
             if not everything and data is not None and not data.draw(st.booleans()):
                 continue

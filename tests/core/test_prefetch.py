@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hicache_actors.core import Core
@@ -77,7 +79,7 @@ def test_pages_of_a_prefetch_are_stored_already() -> None:
     ("settings", "reason"),
     [({"storage": False}, "no_storage"), ({"prefetch_threshold_tokens": 44}, "below_threshold")],
 )
-def test_nothing_to_do_is_counted(settings: dict[str, object], reason: str) -> None:
+def test_nothing_to_do_is_counted(settings: dict[str, Any], reason: str) -> None:
     core = make(**settings)
     assert core.prefetch(A, "a") is None
     assert core.counts == {f"prefetch_{reason}": 1}
