@@ -290,11 +290,19 @@ class TwinScript:
             hold = ("hold", request.rid)
             self.core.hold(lease, hold)
             self._outside.append(lambda: self._close_later(hold))
+        self._must_add_up(request, lease)
         self._unjudged.append((lease, list(request.events)))
         if self.rng.random() < 0.2:
             self._late.append(request)
         else:
             self._release(request)
+
+    def _must_add_up(self, request: _Request, lease: CoreLease) -> None:
+        account = lease.account
+        served = account.device + account.host + account.storage
+        assert served + account.computed == request.known_tokens, (request.rid, account)
+        assert sum(account.reasons.values()) == account.computed, (request.rid, account)
+        assert min(served, account.computed, *account.reasons.values(), 0) >= 0, (request.rid, account)
 
     def _close_later(self, hold: Hashable) -> None:
         self.world.at(self.local_rng.expovariate(1 / 60), lambda: self.world.fire(hold))

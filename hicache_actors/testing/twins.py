@@ -296,6 +296,8 @@ def run_twins(
     for _ in range(MAX_WIND_DOWN_STEPS):
         twins.step(lambda rank: rank.script.wind_down())
         if script.idle and not twins.needs_step:
+            if any(rank.script.stats != script.stats for rank in twins.ranks):
+                raise TwinFailure("diverged", options, twins.steps, [rank.script.stats for rank in twins.ranks])
             twins.must_be_whole()
             return twins
     raise TwinFailure("stuck", options, twins.steps, (twins.ranks[0].core.usage(), script.pending()))
