@@ -161,8 +161,9 @@ class Core:
     def lease(self, tokens: Tokens, rid: str, priority: int = 0) -> CoreLease:
         """Pin what is on the device, filling pages included, for request ``rid``.
 
-        :raises UsageError: ``rid`` has a lease already.
+        :raises UsageError: ``rid`` has a lease or a pending acquire already.
         """
+        self._waiting.check_free(rid)
         return self._leases.lease(tokens, rid, priority)
 
     def load(self, lease: CoreLease, max_tokens: int | None = None) -> tuple[int, ...] | Shortfall:

@@ -59,8 +59,6 @@ class Leases:
     def lease(self, tokens: Tokens, rid: str, priority: int) -> CoreLease:
         """Pin what the device holds (or is being given) of the prompt; its tail is now the most recently used."""
         state, tree = self.state, self.state.tree
-        if rid in state.leases:
-            raise UsageError(f"request {rid!r} has a lease already; release it first")
         self.fetches.on_lease(rid)
         root = tree.root(tokens.scope)
         lease = CoreLease(rid, tokens, priority, state.pins.pin(DEVICE, root), state.page, self.fetches.take(rid))
@@ -193,8 +191,8 @@ class Leases:
             if not state.make_room(DEVICE, need):
                 return self.loads.device_shortfall(need)
             lease.pages.frombytes(state.pools[DEVICE].take(need))
+            lease.allocated = True
         lease.capacity_tokens = total
-        lease.allocated = True
         state.note(Note.ALLOCATE, need, total, state.text(lease.rid))
         return None
 

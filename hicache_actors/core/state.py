@@ -114,7 +114,8 @@ class State:
         the caller takes what is free.
 
         A victim that is still on the other tier stays in the tree; another leaves it.  A device-only victim above host-only pages
-        would take them along: it is passed over, and its write-back asked for, while that is possible and others can go instead.
+        would take them along: it is passed over, and its write-back asked for, while that is possible (or a job is at work on
+        them) and others can go instead.
         """
         pool, tree = self.pools[place], self.tree
         short = pages - pool.free
@@ -133,7 +134,7 @@ class State:
                 if residency.locks or residency.kids:
                     continue  # offered again when its last lock or child goes
                 node = residency.node
-                if place == DEVICE and node.kids and not node.at[HOST].state and self.can_write_back(node):
+                if place == DEVICE and node.kids and not node.at[HOST].state and self._worth_keeping(node):
                     aside.append(node)
                     continue
             elif passed < len(aside):
@@ -154,6 +155,10 @@ class State:
             tree.offer(place, node.at[place])
             self.want_host(node, None)
         return got >= short
+
+    def _worth_keeping(self, node: Node) -> bool:
+        """A device-only node above host pages: can it be saved, or is somebody at work on these?"""
+        return self.can_write_back(node) or any(below.at[HOST].locks for below in self.tree.subtree(node))
 
     def _evict(self, node: Node, place: int) -> None:
         tree, residency, parent = self.tree, node.at[place], node.parent

@@ -17,7 +17,7 @@ from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT
 from hicache_actors.keys.scope import Scope
 
 _MAX_HINTS = 1024
-_SLICE_NODES = 4096
+_SLICE_NODES = 2048
 
 
 class Tree:

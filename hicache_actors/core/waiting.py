@@ -52,8 +52,7 @@ class Waiting:
     # -- acquire ------------------------------------------------------------------------------------------------------------
 
     def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> int:
-        if rid in self.state.leases or rid in self._rids:
-            raise UsageError(f"request {rid!r} has a lease or a pending acquire already")
+        self.check_free(rid)
         self._last += 1
         waiter = self._last
         acquire = self.acquires[waiter] = Acquire(tokens, rid, deadline_s, priority, self.state.now_ms)
@@ -61,6 +60,10 @@ class Waiting:
         self._fetch(acquire)
         self.state.note(Note.ACQUIRE, waiter, acquire.job, self.state.text(rid))
         return waiter
+
+    def check_free(self, rid: str) -> None:
+        if rid in self.state.leases or rid in self._rids:
+            raise UsageError(f"request {rid!r} has a lease or a pending acquire already; end that first")
 
     def _fetch(self, acquire: Acquire) -> None:
         state = self.state

@@ -162,6 +162,8 @@ def test_an_acquire_needs_a_request_of_its_own() -> None:
     waiter = core.acquire(A, "a")
     with pytest.raises(UsageError, match="'a'"):
         core.acquire(A, "a")
+    with pytest.raises(UsageError, match="'a'"):
+        core.lease(A, "a")
     core.cancel_acquire(waiter)
     lease = core.lease(A, "a")
     with pytest.raises(UsageError, match="'a'"):
