@@ -1,21 +1,26 @@
-"""``file:///absolute/folder``: one file per object, plain form."""
+"""``file:///absolute/folder``: one file per object, in a folder that several processes may share."""
 
 from __future__ import annotations
 
 import errno
-import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple
 
 import aiofiles.os
+import anyio
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.evictor import Evictor, check, unchecked
+from hicache_actors.backends.file_options import FileOptions
 from hicache_actors.backends.folder import FAILED, MISSING, TORN, Folder
-from hicache_actors.backends.urls import FIELD, parse_url
+from hicache_actors.backends.known import Known
+from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
+from hicache_actors.backends.shards import Identity
+from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -27,66 +32,75 @@ Ts = TypeVarTuple("Ts")
 _FINAL: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG}
 )
+_NO_SUCH_FOLDER: Final = _FINAL | {errno.ENOENT, errno.EEXIST, errno.ENOLCK, errno.EOPNOTSUPP}
+
+_ROWS_PER_HOP: Final = 16  # scans of a shard before a worker thread is free for others again
+_CHECK_EVERY_S: Final = 1.0
+_ELECTION_S: Final = 2.0
+_ELECTION_POLL_S: Final = 0.01
+_SLACK_PART: Final = 64  # of the cap is freed at once, and
+_SLACK_BYTES: Final = 2**30  # at most so much
+_KEEP_IDENTITIES: Final = 8192
 
 
 class FileBackend(Backend):
     """Objects in the shards of one folder (see `hicache_actors.backends.folder`), found again after a restart.
 
-    A write goes to a temporary file that is renamed when it is whole; nothing is synced, for the checksum of an object tells
+    A write goes to a temporary file that gets its name when it is whole; nothing is synced, for the checksum of an object tells
     what a power failure left of it.  An object of another length than the reader asks for is a miss and is quarantined.
     Folders are made 0700 and files 0600.
 
-    A batch is one hop to a worker thread, both ways.  Sizes are known from a scan at `open`, so `exists` costs a hop only for
-    keys that are not known to be there.  Other processes may share the folder: their objects are found by `exists` and
-    `read`, but nobody counts or evicts for all of them.
+    A batch is one hop to a worker thread, both ways.  Several processes may share a folder: its limits (see `FileOptions`) are
+    for all of them, and what fits no more makes the longest unused objects go, whoever wrote them.
 
     A read or write raises `BackendError` if the disk failed and no object came through; otherwise failed objects are
-    answered one by one and counted.
+    answered one by one and counted.  Objects for which there is no room are answered FAILED.
     """
 
     def __init__(self, url: str, workers: Workers) -> None:
-        path = parse_url(url, "file", host=False).path
-        if path.strip("/") == "":
-            raise ConfigError(FIELD, url, "names no folder", allowed="file:///absolute/path")
         self.scope = "host"
         self.url = url
-        self._folder = Folder(os.path.normpath(path))
+        self.options = FileOptions.parse(url)
+        self._folder = Folder(self.options.root, self.options.limits)
+        self._evictor = Evictor(self._folder)
+        self._evicting = anyio.Lock()
         self._workers = workers
         self._executor = _Lent(workers)
-        self._lengths: dict[str, int] = {}  # what is known to be there; only the loop's thread touches it
-        self._bytes = 0
+        self._known = Known(self.options.metadata_ttl_s)
+        self._read_as: dict[str, Identity] = {}  # the files that were read last, should they turn out to be bad
+        self._next_check_s = 0.0
         self._counts: Counter[str] = Counter()
         self._last_error = ""
 
     async def open(self) -> None:
         try:
-            self._counts["orphans_removed"] += await self._admin(self._folder.open)
+            await self._admin(self._folder.open)
         except OSError as error:
             raise self._refusal(error) from error
         with self._errors("open"):
-            for shard in await self._admin(self._folder.shards):
-                found = await self._admin(self._folder.scan, shard)
-                self._learn(found.lengths)
-                self._count_torn(found.torn)
+            await self._check(await self._admin(unchecked, self._folder))
+        self._next_check_s = anyio.current_time() + _CHECK_EVERY_S
 
     async def close(self) -> None:
-        if self._folder.is_open:
+        with self._errors("close"):
             await self._admin(self._folder.close)
 
     async def exists(self, keys: Sequence[str]) -> int:
-        known = next((i for i, key in enumerate(keys) if key not in self._lengths), len(keys))
+        now_s = anyio.current_time()
+        known = self._known.leading(keys, now_s)
         if known == len(keys):
             return known
         with self._errors("exists"):
             found = await self._workers.run(self._folder.leading, keys[known:])
-        self._learn(found)
-        return known + len(found)
+        self._known.add(keys[known : known + found], now_s)
+        return known + found
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        lengths, error = await self._workers.run(self._folder.read_many, keys, buffers)
+        lengths, identities, error = await self._workers.run(self._folder.read_many, keys, buffers)
         found = [length >= 0 for length in lengths]
-        self._learn({key: length for key, length in zip(keys, lengths, strict=True) if length >= 0})
-        self._forget(key for key, length in zip(keys, lengths, strict=True) if length < 0)
+        self._known.add(identities, anyio.current_time())
+        self._known.discard(key for key, here in zip(keys, found, strict=True) if not here)
+        self._remember(identities)
         self._counts["hits"] += sum(found)
         self._counts["misses"] += lengths.count(MISSING)
         self._count_torn(lengths.count(TORN))
@@ -94,43 +108,147 @@ class FileBackend(Backend):
         return found
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
-        outcomes, error = await self._workers.run(self._folder.write_many, keys, buffers)
-        self._learn({key: len(buffer) for key, buffer, done in zip(keys, buffers, outcomes, strict=True) if done})
+        outcomes, error = await self._write(keys, buffers)
+        now_s = anyio.current_time()
+        self._known.add((key for key, done in zip(keys, outcomes, strict=True) if done), now_s)
         self._counts["written"] += outcomes.count(Stored.WRITTEN)
         self._counts["present"] += outcomes.count(Stored.PRESENT)
         self._note("write", outcomes.count(Stored.FAILED), error, fatal=not any(outcomes))
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + _CHECK_EVERY_S
+            await self._check_some()
         return outcomes
 
     async def delete(self, keys: Sequence[str]) -> int:
-        self._forget(keys)
+        self._known.discard(keys)
         with self._errors("delete"):
             return await self._admin(self._folder.delete_many, keys)
 
     async def quarantine(self, key: str) -> bool:
-        self._forget([key])
+        """Only the very file that was read last under ``key``, if one was: not a good one that has taken its place."""
+        self._known.discard([key])
         with self._errors("quarantine"):
-            moved = await self._admin(self._folder.quarantine, key)
+            moved = await self._admin(self._folder.quarantine, key, self._read_as.get(key))
         self._counts["quarantined"] += moved
         return moved
 
     async def clear(self) -> None:
         with self._errors("clear"):
-            for shard in await self._admin(self._folder.shards):
-                found = await self._admin(self._folder.scan, shard)
-                await self.delete(list(found.lengths))
+            for row in range(N_SHARDS):
+                await self.delete(await self._admin(self._folder.keys, row))
 
     async def keys(self) -> AsyncIterator[str]:
-        with self._errors("keys"):
-            shards = await self._admin(self._folder.shards)
-        for shard in shards:
+        for row in range(N_SHARDS):
             with self._errors("keys"):
-                found = await self._admin(self._folder.scan, shard)
-            for key in found.lengths:
+                found = await self._admin(self._folder.keys, row)
+            for key in found:
                 yield key
 
+    async def reconcile(self) -> bool:
+        """Count the whole folder anew -> whether every shard was quiet enough for an exact count."""
+        with self._errors("reconcile"):
+            return await self._check(range(N_ROWS))
+
     def stats(self) -> Mapping[str, int | float | str]:
-        counts = dict(self._counts)
-        return {"objects": len(self._lengths), "bytes": self._bytes, "last_error": self._last_error, **counts}
+        """``bytes``, ``objects``, ``quarantine_bytes``: of the whole folder, as of this process's last change; the other counts
+        are this process's own."""
+        usage = self._folder.ledger.usage._asdict()
+        limits = {"max_bytes": self.options.limits.max_bytes or 0, "min_free_bytes": self.options.limits.min_free_bytes}
+        return {**usage, **limits, "last_error": self._last_error, **self._counts}
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    async def _write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[Stored], OSError | None]:
+        """Write, make room for what did not fit, and write that; what still does not fit is refused."""
+        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers)
+        while left:
+            done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)
+            wanted_bytes = self._fitting([disk_bytes(len(buffers[i])) for i in left], done_bytes)
+            if not wanted_bytes or not await self._make_room(wanted_bytes):
+                break
+            again = await self._workers.run(
+                self._folder.write_many, [keys[i] for i in left], [buffers[i] for i in left]
+            )  # fmt: skip
+            for i, outcome in zip(left, again.outcomes, strict=True):
+                outcomes[i] = outcome
+            error = again.error or error
+            if len(again.no_room) == len(left):
+                break  # others were faster
+            left = [left[i] for i in again.no_room]
+        self._counts["refused"] += len(left)
+        return outcomes, error
+
+    def _fitting(self, sizes: Sequence[int], done_bytes: int) -> int:
+        """Of objects that want room, the sum of the first that can have it together with what was written just now."""
+        max_bytes = self.options.limits.max_bytes
+        wanted_bytes = 0
+        for n_bytes in sizes:
+            if max_bytes is not None and done_bytes + wanted_bytes + n_bytes > max_bytes:
+                break
+            wanted_bytes += n_bytes
+        return wanted_bytes
+
+    async def _make_room(self, wanted_bytes: int) -> bool:
+        """Evict until there is room, as the one evictor of the folder; while another process is, wait for its work."""
+        slack_bytes = min((self.options.limits.max_bytes or 0) // _SLACK_PART, _SLACK_BYTES)
+        try:
+            async with self._evicting:
+                if not await self._admin(self._folder.ledger.excess, wanted_bytes):
+                    return True
+                if not await self._elected(wanted_bytes):
+                    return not await self._admin(self._folder.ledger.excess, wanted_bytes)
+                try:
+                    await self._evict(max(wanted_bytes, slack_bytes))
+                finally:
+                    self._evictor.resign()
+                return not await self._admin(self._folder.ledger.excess, wanted_bytes)
+        except OSError as error:
+            self._note("evict", 1, error, fatal=False)
+            return False
+
+    async def _elected(self, wanted_bytes: int) -> bool:
+        with anyio.move_on_after(_ELECTION_S):
+            while not await self._admin(self._evictor.elect):
+                if not await self._admin(self._folder.ledger.excess, wanted_bytes):
+                    return False
+                await anyio.sleep(_ELECTION_POLL_S)
+            return True
+        return False
+
+    async def _evict(self, wanted_bytes: int) -> None:
+        fruitless = 0
+        while fruitless * _ROWS_PER_HOP < 2 * N_ROWS:
+            step = await self._admin(self._evictor.free, wanted_bytes, _ROWS_PER_HOP)
+            self._counts["evicted"] += step.objects
+            self._counts["evicted_bytes"] += step.bytes
+            if not step.excess_bytes or step.exhausted:
+                return
+            fruitless = 0 if step.objects else fruitless + 1
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    async def _check_some(self) -> None:
+        """The rolling check: one shard, or all if the folder was exchanged under us."""
+        try:
+            if self._folder.ledger.uncounted:
+                await self._check(await self._admin(unchecked, self._folder))
+            else:
+                await self._check([await self._admin(self._folder.ledger.next_row)])
+        except OSError as error:
+            self._note("check", 1, error, fatal=False)
+
+    async def _check(self, rows: Sequence[int]) -> bool:
+        exact = True
+        for first in range(0, len(rows), _ROWS_PER_HOP):
+            for checked in await self._admin(self._check_rows, rows[first : first + _ROWS_PER_HOP]):
+                self._counts["orphans_removed"] += checked[0]
+                self._count_torn(checked[1])
+                exact &= checked[2]
+        return exact
+
+    def _check_rows(self, rows: Sequence[int]) -> list[tuple[int, int, bool]]:
+        checked = (check(self._folder, row) for row in rows)
+        return [(row.orphans, row.torn, row.exact) for row in checked]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -140,21 +258,20 @@ class FileBackend(Backend):
 
     def _refusal(self, error: OSError) -> ConfigError | BackendError:
         """Why the folder cannot be used: by what the URL says, or by what the disk does just now."""
-        if error.errno not in _FINAL | {errno.ENOENT, errno.EEXIST}:
+        if error.errno not in _NO_SUCH_FOLDER:
             return _translated("open", error)
         return ConfigError(
             FIELD, self.url, f"cannot be used as a folder ({error.strerror}: {error.filename})",
-            allowed="a folder that this process may write, or a path where it can make one",
+            allowed="a folder that this process may write, on a file system with locks, or a path where it can make one",
             fix="correct the path or its permissions",
         )  # fmt: skip
 
-    def _learn(self, lengths: Mapping[str, int]) -> None:
-        self._forget(lengths)
-        self._lengths.update(lengths)
-        self._bytes += sum(lengths.values())
-
-    def _forget(self, keys: Iterable[str]) -> None:
-        self._bytes -= sum(self._lengths.pop(key, 0) for key in keys)
+    def _remember(self, identities: Mapping[str, Identity]) -> None:
+        for key, identity in identities.items():
+            self._read_as.pop(key, None)  # the order is that of reading
+            self._read_as[key] = identity
+        while len(self._read_as) > _KEEP_IDENTITIES:
+            del self._read_as[next(iter(self._read_as))]
 
     def _count_torn(self, n_objects: int) -> None:
         self._counts["torn"] += n_objects

@@ -2,9 +2,11 @@
 
 ::
 
-    <root>/objects/<shard>/<key>.kv         one object; <shard> is two hex digits of a hash of the key
-    <root>/tmp/<instance>/<key>.<n>.tmp     an object being written; the folder is locked while its instance lives
-    <root>/quarantine/<key>.<time_ns>.bad   bad objects, the newest `QUARANTINE_KEEP` of them, to be looked at
+    <root>/objects/<shard>/<key>.kv               one object; <shard> is two hex digits of a hash of the key
+    <root>/objects/<shard>/.<instance>.<n>.tmp    an object being written
+    <root>/quarantine/<key>.<time_ns>.bad         bad objects, the newest `QUARANTINE_KEEP` of them, to be looked at
+    <root>/usage, <root>/writers/<instance>       what the folder holds, and who is changing it (`ledger`)
+    <root>/evictor                                locked by the one process that evicts (`evictor`)
 
 Whatever else lies in the root or in one of its folders is not ours: it is neither read nor removed.
 """
@@ -13,19 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import re
-import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
-from xxhash import xxh32_intdigest
-
 from hicache_actors.backends.backend import Stored
+from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
+from hicache_actors.backends.publishing import Publisher
+from hicache_actors.backends.shards import OBJECT, SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
 from hicache_actors.errors import BackendError
 
 MISSING: Final = -1
@@ -33,273 +33,335 @@ TORN: Final = -2  #: there, but of another length than asked for; it has been qu
 FAILED: Final = -3
 
 QUARANTINE_KEEP: Final = 64
+TOUCH_AFTER_S: Final = 10
+"""An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
 
-_SHARDS: Final = frozenset(f"{shard:02x}" for shard in range(256))
-_KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_OBJECT: Final = ".kv"
-_TEMPORARY: Final = re.compile(rf"{_KEY.pattern}\.[0-9]+\.tmp")
-_QUARANTINED: Final = re.compile(rf"{_KEY.pattern}\.([0-9]+)\.bad")
+_READ: Final = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # somebody's pipe under our name must not block us
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Outcome of `read_many`: per key the length read, or MISSING, TORN, FAILED; and the last error of the disk."""
+    """Outcome of `read_many`: per key the length read, or MISSING, TORN, FAILED; which files were read; the last error."""
 
     lengths: list[int]
+    identities: dict[str, Identity]
     error: OSError | None
 
 
 class Written(NamedTuple):
+    """``no_room``: the positions, in order, of what did not fit under the folder's limits."""
+
     outcomes: list[Stored]
+    no_room: list[int]
     error: OSError | None
 
 
-class Shard(NamedTuple):
-    """Outcome of `scan`: lengths by key; ``torn`` empty files have been quarantined."""
-
-    lengths: dict[str, int]
-    torn: int
-
-
 class Folder:
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, limits: Limits | None = None) -> None:
         self.root = root
-        self._objects = os.path.join(root, "objects")
-        self._all_temporary = os.path.join(root, "tmp")
+        self.ledger = Ledger(root, limits or Limits())
+        self._shards = [os.path.join(root, "objects", shard) for shard in SHARDS]
         self._quarantine = os.path.join(root, "quarantine")
-        self._temporary = ""
-        self._lock_fd = -1
+        self._publisher = Publisher()
         self._numbers = count()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
-
-    def open(self) -> int:
-        """Make what is missing, lock a temporary folder of our own, remove what crashed writers left -> how many files."""
-        for path in (self.root, self._objects, self._all_temporary, self._quarantine):
+    def open(self) -> None:
+        """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
+        for path in (self.root, os.path.join(self.root, "objects"), self._quarantine):
             os.makedirs(path, 0o700, exist_ok=True)
-        self._claim()
-        return sum(self._remove_orphans(name) for name in os.listdir(self._all_temporary))
-
-    @property
-    def is_open(self) -> bool:
-        return self._lock_fd >= 0
+        self.ledger.open()
 
     def close(self) -> None:
-        """Idempotent.  What a hung writer still has under way stays, for the next `open` to remove."""
-        if self.is_open:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            with contextlib.suppress(OSError):
-                os.rmdir(self._temporary)
-
-    def _claim(self) -> None:
-        while True:
-            self._temporary = os.path.join(self._all_temporary, secrets.token_hex(8))
-            os.mkdir(self._temporary, 0o700)
-            self._lock_fd = os.open(self._temporary, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a file system without locks: then nobody removes orphans there
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            if os.path.isdir(self._temporary):
-                return
-            os.close(self._lock_fd)  # another instance took it for an orphan before it was locked
-
-    def _remove_orphans(self, instance: str) -> int:
-        path = os.path.join(self._all_temporary, instance)
-        if path == self._temporary:
-            return 0
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            return 0  # not a folder, or gone: not ours
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            orphans = [name for name in os.listdir(fd) if _TEMPORARY.fullmatch(name)]
-            for name in orphans:
-                os.unlink(name, dir_fd=fd)
-            os.rmdir(path)
-        except OSError:
-            return 0  # its instance lives, or somebody else keeps files there
-        finally:
-            os.close(fd)
-        return len(orphans)
+        """Idempotent."""
+        self.ledger.close()
 
     # -- objects ------------------------------------------------------------------------------------------------------
 
-    def leading(self, keys: Sequence[str]) -> dict[str, int]:
-        """Lengths of the leading run of ``keys`` that are there."""
-        lengths: dict[str, int] = {}
-        for key in keys:
-            length = self._length(key)
-            if length <= 0:
-                break
-            lengths[key] = length
-        return lengths
+    def leading(self, keys: Sequence[str]) -> int:
+        """Length of the leading run of ``keys`` that are there."""
+        for found, key in enumerate(keys):
+            if self._length(self._path(key)) <= 0:
+                return found
+        return len(keys)
 
     def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
         lengths: list[int] = []
+        identities: dict[str, Identity] = {}
         error: OSError | None = None
         for key, buffer in zip(keys, buffers, strict=True):
             try:
-                length = self._read(self._path(key), buffer)
+                length, identity = self._read(self._path(key), buffer)
                 if length == TORN:
-                    self.quarantine(key)
+                    self.quarantine(key, identity)
+                elif identity is not None:
+                    identities[key] = identity
             except OSError as caught:
                 length, error = FAILED, caught
             lengths.append(length)
-        return Found(lengths, error)
+        return Found(lengths, identities, error)
 
     def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Written:
+        """Store what is not there yet, in order, as far as there is room."""
+        paths = [self._path(key) for key in keys]
         outcomes = [Stored.FAILED] * len(keys)
-        error: OSError | None = None
-        for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            try:
-                outcomes[i] = self._write(key, buffer)
-            except OSError as caught:
-                error = caught
-                if caught.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                    break  # the rest would fail alike
-        return Written(outcomes, error)
+        try:
+            absent = self._absent(paths, buffers, outcomes)
+            if not absent:
+                return Written(outcomes, [], None)
+            booking = self.ledger.reserve([(row_of(keys[i]), disk_bytes(len(buffers[i]))) for i in absent])
+        except OSError as error:
+            return Written(outcomes, [], error)
+        granted, no_room = absent[: booking.granted], absent[booking.granted :]
+        last_error: OSError | None = None
+        full = False
+        try:
+            for row, i in zip(booking.rows, granted, strict=True):
+                try:
+                    if not full:
+                        outcomes[i] = self._write(paths[i], row, buffers[i], booking)
+                except OSError as caught:
+                    last_error = caught
+                    full = caught.errno in _DISK_IS_FULL  # the rest would fail alike
+                if outcomes[i] is not Stored.WRITTEN:
+                    booking.change(row, -disk_bytes(len(buffers[i])), -1)
+        finally:
+            self.ledger.settle(booking)
+        return Written(outcomes, no_room, last_error)
 
     def delete_many(self, keys: Sequence[str]) -> int:
-        return sum(self._unlink(self._path(key)) for key in keys)
-
-    def quarantine(self, key: str) -> bool:
-        """Rename the object out of sight -> whether there was one."""
-        target = os.path.join(self._quarantine, f"{key}.{time.time_ns()}.bad")
-        path = self._path(key)
+        paths = [self._path(key) for key in keys]
+        booking = self.ledger.reserve([(row_of(key), 0) for key in keys])
         try:
-            os.rename(path, target)
-        except FileNotFoundError:
-            if not os.path.lexists(path):
+            return sum(self._remove(path, row, booking) for path, row in zip(paths, booking.rows, strict=True))
+        finally:
+            self.ledger.settle(booking)
+
+    def quarantine(self, key: str, identity: Identity | None = None) -> bool:
+        """Rename the object out of sight -> whether there was one.
+
+        With ``identity`` only that very file: a good one that was written under the name meanwhile stays.
+        """
+        path = self._path(key)
+        if not self._is(path, identity):
+            return False
+        target = os.path.join(self._quarantine, f"{key}.{time.time_ns()}.bad")
+        booking = self.ledger.reserve([(row_of(key), 0), (QUARANTINE, 0)])
+        try:
+            try:
+                self._with_folder(self._quarantine, lambda: os.rename(path, target))
+            except FileNotFoundError:
                 return False
-            os.makedirs(self._quarantine, 0o700, exist_ok=True)
-            os.rename(path, target)
+            moved = os.stat(target, follow_symlinks=False)
+            if identity is not None and _identity(moved) != identity:
+                self._put_back(target, path)  # exchanged in the instant between look and rename
+                return False
+            for row, sign in zip(booking.rows, (-1, 1), strict=True):
+                booking.change(row, sign * disk_bytes(moved.st_size), sign)
+        finally:
+            self.ledger.settle(booking)
         self._trim_quarantine()
         return True
 
-    def shards(self) -> list[str]:
-        """The shards that hold anything yet."""
-        return sorted(_SHARDS.intersection(os.listdir(self._objects)))
+    # -- shards -------------------------------------------------------------------------------------------------------
 
-    def scan(self, shard: str) -> Shard:
-        """The objects of one shard; an empty file is what a power failure makes of a fresh one."""
-        lengths: dict[str, int] = {}
-        torn = 0
-        with _entries(os.path.join(self._objects, shard)) as entries:
-            for entry in entries:
-                key = entry.name.removesuffix(_OBJECT)
-                if not self._is_object(entry, shard, key):
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # removed while we look
-                    lengths[key] = entry.stat(follow_symlinks=False).st_size
-        for key in [key for key, length in lengths.items() if length == 0]:
-            del lengths[key]
-            torn += self.quarantine(key)
-        return Shard(lengths, torn)
+    def keys(self, row: int) -> list[str]:
+        """The objects of one shard."""
+        return keys_in(self._shards[row], row)
+
+    def look(self, row: int) -> Scan:
+        """Scan one shard, or the quarantine."""
+        return scan(self._folder_of(row), row, self.ledger.is_alive)
+
+    def remove_orphans(self, row: int, names: Iterable[str]) -> int:
+        """Temporary files of dead writers -> how many.  Nothing is given back: whoever scans counts what is left."""
+        return sum(_unlink(os.path.join(self._folder_of(row), name)) for name in names)
+
+    def evict(self, row: int, victims: Sequence[Item], oldest_left_ns: int) -> tuple[int, int]:
+        """Remove files of one shard that nobody has used since the scan -> how many, and how many bytes.
+
+        ``oldest_left_ns``: mtime of the oldest that stays.
+        """
+        n_objects = n_bytes = 0
+        booking = self.ledger.reserve([(row, 0)])
+        try:
+            for victim in victims:
+                path = os.path.join(self._folder_of(row), victim.name)
+                if self._is(path, victim.identity) and _unlink(path):
+                    n_objects += 1
+                    n_bytes += disk_bytes(victim.n_bytes)
+            booking.oldest[row] = oldest_left_ns
+        finally:
+            booking.change(row, -n_bytes, -n_objects)
+            self.ledger.settle(booking)
+        return n_objects, n_bytes
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _path(self, key: str) -> str:
-        if not _KEY.fullmatch(key):
+        if not is_key(key):
             raise BackendError(
                 f"key {key!r} is no file name: letters, digits, '_', '-', '.', at most 200", retryable=False
             )
-        return os.path.join(self._objects, _shard(key), key + _OBJECT)
+        return f"{self._shards[row_of(key)]}/{key}{OBJECT}"
 
-    def _length(self, key: str) -> int:
+    def _folder_of(self, row: int) -> str:
+        return self._quarantine if row == QUARANTINE else self._shards[row]
+
+    def _length(self, path: str) -> int:
+        if not os.access(path, os.F_OK):  # half the price of a stat that raises
+            return MISSING
         try:
-            found = os.stat(self._path(key), follow_symlinks=False)
+            found = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             return MISSING
         return found.st_size if stat.S_ISREG(found.st_mode) else MISSING
 
-    def _read(self, path: str, buffer: memoryview) -> int:
+    def _is(self, path: str, identity: Identity | None) -> bool:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            found = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
-            return MISSING
+            return False
+        return stat.S_ISREG(found.st_mode) and (identity is None or _identity(found) == identity)
+
+    def _read(self, path: str, buffer: memoryview) -> tuple[int, Identity | None]:
+        try:
+            fd = os.open(path, _READ)
+        except FileNotFoundError:
+            return MISSING, None
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return MISSING  # a link: not ours
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                return MISSING, None  # a link or a socket: not ours
             raise
         try:
             found = os.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
-                return MISSING  # not ours
-            if stat.S_ISREG(found.st_mode) and found.st_size != len(buffer):
-                return TORN
+            if not stat.S_ISREG(found.st_mode):
+                return MISSING, None  # not ours
+            if found.st_size != len(buffer):
+                return TORN, _identity(found)
             done = 0
             while done < len(buffer):
                 n_bytes = os.preadv(fd, [buffer[done:]], done)
                 if n_bytes == 0:
-                    return TORN  # cut off while we read
+                    return TORN, _identity(found)  # cut off while we read
                 done += n_bytes
-            return done
+            if time.time() - found.st_mtime > TOUCH_AFTER_S:
+                found = _touch(fd) or found
+            return done, _identity(found)
         finally:
             os.close(fd)
 
-    def _write(self, key: str, buffer: memoryview) -> Stored:
-        path = self._path(key)
-        if self._length(key) == len(buffer):
-            return Stored.PRESENT
-        temporary = os.path.join(self._temporary, f"{key}.{next(self._numbers)}.tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        fd = _with_folder(self._temporary, lambda: os.open(temporary, flags, 0o600))
+    def _absent(self, paths: Sequence[str], buffers: Sequence[memoryview], outcomes: list[Stored]) -> list[int]:
+        """Positions of what must be written; the others become PRESENT in ``outcomes``.
+
+        Pages are stored in the order of their prefix: behind the first that is absent none is looked up, unless the last one is
+        there.  A wrong guess costs a write in vain, and no more: `_write` finds out.
+        """
+        absent: list[int] = []
+        rest_is_absent = False
+        for i, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
+            if not rest_is_absent and self._is_present(path, len(buffer)):
+                outcomes[i] = Stored.PRESENT
+                continue
+            if not absent:
+                rest_is_absent = not os.access(paths[-1], os.F_OK)
+            absent.append(i)
+        return absent
+
+    def _is_present(self, path: str, n_bytes: int) -> bool:
+        if not os.access(path, os.F_OK):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(path, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and found.st_size == n_bytes:
+                if time.time() - found.st_mtime > TOUCH_AFTER_S:
+                    _touch(path)
+                return True
+        return False
+
+    def _write(self, path: str, row: int, buffer: memoryview, booking: Booking) -> Stored:
+        temporary = f"{self._shards[row]}/.{self.ledger.instance}.{next(self._numbers)}.tmp"
+        fd = self._with_folder(self._shards[row], lambda: os.open(temporary, _CREATE, 0o600))
         try:
             try:
-                done = 0
+                done = os.write(fd, buffer)
                 while done < len(buffer):
-                    done += os.pwritev(fd, [buffer[done:]], done)
+                    done += os.write(fd, buffer[done:])
             finally:
                 os.close(fd)
-            _with_folder(os.path.dirname(path), lambda: os.rename(temporary, path))
+            if self._publisher.publish(temporary, path) or self._replace_torn(temporary, path, row, buffer, booking):
+                return Stored.WRITTEN
         except BaseException:
-            self._unlink(temporary)
+            _unlink(temporary)
             raise
-        return Stored.WRITTEN
+        _unlink(temporary)
+        return Stored.PRESENT
 
-    def _unlink(self, path: str) -> bool:
+    def _replace_torn(self, temporary: str, path: str, row: int, buffer: memoryview, booking: Booking) -> bool:
+        """-> False if the object that has the name is whole.  OSError if it is not ours."""
         try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:  # gone again
+            os.rename(temporary, path)
+            return True
+        if not stat.S_ISREG(found.st_mode):
+            raise FileExistsError(errno.EEXIST, "something that is not ours has this name", path)
+        if found.st_size == len(buffer):
+            return False
+        os.rename(temporary, path)
+        booking.change(row, -disk_bytes(found.st_size), -1)
+        return True
+
+    def _remove(self, path: str, row: int, booking: Booking) -> bool:
+        try:
+            found = os.stat(path, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                return False  # not ours
             os.unlink(path)
         except FileNotFoundError:
             return False
+        booking.change(row, -disk_bytes(found.st_size), -1)
         return True
 
-    def _is_object(self, entry: os.DirEntry[str], shard: str, key: str) -> bool:
-        return (
-            entry.name.endswith(_OBJECT)
-            and _KEY.fullmatch(key) is not None
-            and _shard(key) == shard
-            and entry.is_file(follow_symlinks=False)
-        )
+    def _put_back(self, target: str, path: str) -> None:
+        with contextlib.suppress(FileExistsError):  # yet another good one has come
+            os.link(target, path)
+        os.unlink(target)
 
     def _trim_quarantine(self) -> None:
-        matches = map(_QUARANTINED.fullmatch, os.listdir(self._quarantine))
-        ours = sorted((int(match[1]), match[0]) for match in matches if match)
-        for _, name in ours[:-QUARANTINE_KEEP]:
-            self._unlink(os.path.join(self._quarantine, name))
+        items = self.look(QUARANTINE).items
+        by_time = sorted(items, key=lambda item: int(item.name.rsplit(".", 2)[1]))
+        if len(by_time) > QUARANTINE_KEEP:
+            self.evict(QUARANTINE, by_time[:-QUARANTINE_KEEP], 0)
+
+    def _with_folder(self, folder: str, attempt: Callable[[], T]) -> T:
+        """Folders are made when they are needed, and again when somebody removed them."""
+        try:
+            return attempt()
+        except FileNotFoundError:
+            os.makedirs(folder, 0o700, exist_ok=True)
+            return attempt()
 
 
-def _shard(key: str) -> str:
-    return f"{xxh32_intdigest(key.encode()) & 0xFF:02x}"
+def _identity(found: os.stat_result) -> Identity:
+    return Identity(found.st_mtime_ns, found.st_ino)
 
 
-def _with_folder(folder: str, attempt: Callable[[], T]) -> T:
-    """Folders are made when they are needed, and again when somebody removed them."""
+def _touch(file: int | str) -> os.stat_result | None:
+    """Say that it was used.  Whoever may read a file need not be allowed to touch it."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
+        return os.stat(file)
+    return None
+
+
+def _unlink(path: str) -> bool:
     try:
-        return attempt()
+        os.unlink(path)
     except FileNotFoundError:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        return attempt()
-
-
-@contextlib.contextmanager
-def _entries(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-    try:
-        entries = os.scandir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        yield iter(())
-        return
-    with entries:
-        yield entries
+        return False
+    return True

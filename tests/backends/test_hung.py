@@ -15,10 +15,12 @@ from hicache_actors.backends import FileBackend, Hanging, MemoryBackend, Stored
 from hicache_actors.runtime.workers import Workers
 
 PROGRAM = """
-import asyncio, sys, threading
-from hicache_actors.backends import FileBackend, Hanging, MemoryBackend
+import asyncio, os, sys, threading
+from hicache_actors.backends import FileBackend, Hanging, MemoryBackend, folder
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import room
+
+folder._READ &= ~os.O_NONBLOCK  # now a pipe blocks
 
 async def main():
     workers = Workers("io", 4)

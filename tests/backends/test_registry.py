@@ -109,11 +109,11 @@ def test_two_packages_with_one_scheme(workers: Workers, monkeypatch: pytest.Monk
         open_backend("shelf://", workers)
 
 
-def test_the_installed_package_registers_its_own_backends() -> None:
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    loaded = {point.name: point.load() for point in points}
-    assert loaded["memory"] is MemoryBackend
-    assert loaded["file"] is FileBackend
+def test_built_in_schemes_need_no_registration(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_actors.backends.registry.entry_points", lambda group: [])
+    assert known_schemes() == ["file", "memory"]
+    assert isinstance(open_backend("memory://", workers), MemoryBackend)
+    assert isinstance(open_backend("file:///tmp/x", workers), FileBackend)
 
 
 def test_every_public_name_resolves() -> None:
