@@ -167,7 +167,8 @@ class TwinScript:
                 request.job = self.core.prefetch(prompt, request.rid, None, request.priority)
                 self.stats["prefetch"] += request.job is not None
             elif x < 0.75:
-                request.waiter = self.core.acquire(prompt, request.rid, None, request.priority)
+                deadline_s = rng.choice((None, None, 0.05, 0.5))
+                request.waiter = self.core.acquire(prompt, request.rid, deadline_s, request.priority)
                 self._waiters.add(request.waiter)
                 self.stats["acquire"] += 1
 

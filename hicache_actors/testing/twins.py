@@ -13,11 +13,12 @@ import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from hicache_actors.core import Core, CoreConfig
+from hicache_actors.core.config import PrefetchPolicy
 from hicache_actors.core.words import TIER_NAMES, Effect, Wake
 from hicache_actors.errors import PeerError, TransferError
 from hicache_actors.keys.prompt import Prompt
@@ -54,6 +55,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
     kill_step: int | None = None  #: after this step the last rank's movers are dead
     check_every: int = 1  #: steps between two `check()`s
     auto: bool = False  #: one rank with the auto driver
+    prefetch_policy: PrefetchPolicy | None = None  #: None: it changes with the seed
     faults: Faults = Faults()
 
     def command(self) -> str:
@@ -73,6 +75,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
             device_pages=self.device_pages,
             host_pages=self.host_pages,
             prefetch_threshold_tokens=2 * self.page_size,
+            prefetch_policy=self.prefetch_policy or get_args(PrefetchPolicy)[self.seed % 3],
             retry_delays_s=(0.2, 0.4, 0.8),
             table_slots=self.table_slots,
             table_rows=self.table_rows,

@@ -184,7 +184,10 @@ class SimWorld:
 
         self._fetches[effect.job] = (keys, answer)
         self.at(delay_ms, lambda: answer(hit))
-        self.at(self.faults.deadline_ms, lambda: answer(0))
+        deadline_ms = self.faults.deadline_ms
+        if effect.deadline_s is not None:
+            deadline_ms = min(deadline_ms, effect.deadline_s * 1000)
+        self.at(deadline_ms, lambda: answer(0))
 
     def _stop(self, effect: StopJob) -> None:
         self._stopped.add(effect.job)

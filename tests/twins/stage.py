@@ -28,6 +28,7 @@ def stage(
         "faults": CALM,
         "device_pages": 40,
         "host_pages": 40,
+        "prefetch_policy": "timeout",
         "lag": 1 + seed % 2 if lag is None else lag,
         **options,
     }
