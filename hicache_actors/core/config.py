@@ -17,8 +17,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Validated at construction: a value that cannot be honoured raises `ConfigError`.
 
     ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.  ``storage=False``: no prefetch, no
-    backup.  ``table_slots`` and ``table_rows`` are the places of jobs on the wire (HIT or RESULT values, RELEASED elements).
-    ``retry_delays_s`` are those of failed backups, on the agreed clock; their number is the number of retries.
+    backup.  ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places
+    of jobs on the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed
+    clock; their number is the number of retries.
     """
 
     page_size: int
@@ -32,6 +33,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     retry_delays_s: tuple[float, ...] = (1, 4, 16)
     table_slots: int = 64
     table_rows: int = 64
+    enabled: bool = True
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -54,6 +56,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
                 raise ConfigError(field, getattr(self, field), "unknown", allowed=allowed)
         if any(delay <= 0 for delay in self.retry_delays_s):
             raise ConfigError("retry_delays_s", self.retry_delays_s, "a delay must be positive")
+
+    @property
+    def no_storage_reason(self) -> str:
+        """Why nothing is fetched, in the account of a request."""
+        return "no_storage" if self.enabled else "disabled"
 
     @property
     def threshold_pages(self) -> int:

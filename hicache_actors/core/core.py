@@ -158,13 +158,16 @@ class Core:
         )
         return Match(ready * page, present * page, depth * page, hint * page)
 
-    def lease(self, tokens: Tokens, rid: str, priority: int = 0) -> CoreLease:
+    def lease(self, tokens: Tokens, rid: str, priority: int = 0, *, blank: bool = False) -> CoreLease:
         """Pin what is on the device, filling pages included, for request ``rid``.
+
+        ``blank``: take nothing that is cached (and do not `load`): the request computes all of its prompt, and its commit finds
+        twins where others have published.
 
         :raises UsageError: ``rid`` has a lease or a pending acquire already.
         """
         self._waiting.check_free(rid)
-        return self._leases.lease(tokens, rid, priority)
+        return self._leases.lease(tokens, rid, priority, blank=blank)
 
     def load(self, lease: CoreLease, max_tokens: int | None = None) -> tuple[int, ...] | Shortfall:
         """Load what the host holds beyond the lease's pages (at most ``max_tokens``), all of it or nothing; may be called again.
@@ -308,7 +311,9 @@ class Core:
 
     def usage(self) -> _usage.Usage:
         """Pages of each tier, nodes, jobs: one frozen struct."""
-        return _usage.usage(self.state, len(self._saving.retries), len(self._waiting.acquires))
+        return _usage.usage(
+            self.state, self._fetches.staged_pages, len(self._saving.retries), len(self._waiting.acquires)
+        )
 
     def state_digest(self) -> int:
         """Digest of the whole state, O(state): for tests.  `log_digest` is what travels."""

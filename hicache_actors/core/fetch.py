@@ -57,6 +57,7 @@ class PrefetchJob(Job):
         self.rids: dict[str, None] = {}
         self.followers: dict[str, None] = {}
         self.hit = 0  # pages, agreed
+        self.granted = 0  # pages of it that got a slot
         self.short: str | None = None  # why the grant is shorter than the hit
 
     def on_hit(self, pages: int) -> None:
@@ -88,7 +89,7 @@ class Fetches:
         """Open a prefetch, or join the one that fetches the first missing page -> job; None (counted) if there is nothing to do."""
         state = self.state
         if state.degraded or not state.config.storage:
-            self._declined(rid, 0, "degraded" if state.degraded else "no_storage")
+            self._declined(rid, 0, "degraded" if state.degraded else state.config.no_storage_reason)
             return None
         stop = state.pages_asked(tokens)
         tail, page = self._reached(tokens, stop)
@@ -209,7 +210,7 @@ class Fetches:
             pages = state.pools[HOST].free
         if pages < least:
             return self._decline(job, "host_capacity")
-        job.slots = state.pools[HOST].take(pages)
+        job.slots, job.granted = state.pools[HOST].take(pages), pages
         self.staged_pages += pages
         job.phase = Phase.RUN
         job.short = "host_capacity" if pages < hit else None
@@ -279,6 +280,7 @@ class Fetches:
     def settle(self, job: PrefetchJob, pages: int, reason: str | None) -> None:
         """File what the prefetch has brought, for those who wait for it and for the accounts of those who asked."""
         outcome = Fetched(job.start, pages, reason)
+        self.state.totals.fetch_ended(job.hit, job.granted, pages, reason)
         self.outcomes[job.id] = outcome
         if len(self.outcomes) > _KEPT:
             del self.outcomes[next(iter(self.outcomes))]

@@ -56,8 +56,11 @@ class Leases:
 
     # -- lease and load -----------------------------------------------------------------------------------------------------
 
-    def lease(self, tokens: Tokens, rid: str, priority: int) -> CoreLease:
-        """Pin what the device holds (or is being given) of the prompt; its tail is now the most recently used."""
+    def lease(self, tokens: Tokens, rid: str, priority: int, *, blank: bool = False) -> CoreLease:
+        """Pin what the device holds (or is being given) of the prompt; its tail is now the most recently used.
+
+        ``blank``: take nothing, as if nothing were cached.
+        """
         state, tree = self.state, self.state.tree
         self.fetches.on_lease(rid)
         root = tree.root(tokens.scope)
@@ -65,8 +68,11 @@ class Leases:
         if state.degraded:
             lease.fail("degraded", 0)
         asked = state.pages_asked(tokens)
-        self._descend(lease, asked)
-        lease.left_on_host(self._host_end(lease, asked) - len(lease.pages), None)
+        if blank:
+            lease.left_on_host(asked, "shadow")
+        else:
+            self._descend(lease, asked)
+            lease.left_on_host(self._host_end(lease, asked) - len(lease.pages), None)
         state.leases[rid] = lease
         state.note(Note.LEASE, len(lease.pages), state.text(rid))
         return lease
@@ -209,6 +215,8 @@ class Leases:
             lease.events.append(after)
         if lease.failed is not None:
             return Committed(0, lease.private_pages, lease.failed)
+        if not state.config.enabled:
+            return Committed(0, lease.private_pages)
         stop = n_tokens // state.page
         node, published = lease.pin.tail, 0
         page = node.end
@@ -255,8 +263,12 @@ class Leases:
             return
         lease.closed = True
         del state.leases[lease.rid]
-        if lease.fetched is not None and not lease.allocated:
-            self.fetches.give_back(lease.rid, lease.fetched)
+        if lease.allocated:
+            state.totals.served(lease.account)
+        else:
+            state.totals.returned()
+            if lease.fetched is not None:
+                self.fetches.give_back(lease.rid, lease.fetched)
         events = lease.events if after is None else [*lease.events, after]
         if lease.holds:
             job = self._new_drain()

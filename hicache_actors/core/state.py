@@ -14,6 +14,7 @@ from hicache_actors.core.node import PLACES, TIERS, UNSTORED, WAITING, Node
 from hicache_actors.core.order import ORDERS
 from hicache_actors.core.pins import Pins
 from hicache_actors.core.pool import Pool
+from hicache_actors.core.totals import Totals
 from hicache_actors.core.tree import Tree
 from hicache_actors.core.words import ABSENT, DEVICE, HOST, SLOT_BYTES, TIER_NAMES, Effect, Forget, Phase, Slots, Tokens
 
@@ -60,6 +61,7 @@ class State:
         self.jobs = Jobs(config.table_slots, config.table_rows)
         self.effects: list[Effect] = []
         self.counts: dict[str, int] = {}
+        self.totals = Totals()
         self.now_ms = 0
         self.epoch = 0
         self.degraded = False

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 from hicache_actors.core.state import State
-from hicache_actors.core.words import DEVICE, HOST, SLOT_BYTES
+from hicache_actors.core.totals import FetchTotals
+from hicache_actors.core.words import DEVICE, HOST, SLOT_BYTES, Account
 
 
 class TierUsage(msgspec.Struct, frozen=True):
@@ -26,7 +27,11 @@ class TierUsage(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted."""
+    """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted.
+
+    ``staged_pages`` are host pages in the hands of prefetches.  ``served`` is the sum of the accounts of all leases that have
+    computed and ended (``served_leases``); ``returned_leases`` ended before they computed anything.
+    """
 
     device: TierUsage
     host: TierUsage
@@ -37,6 +42,11 @@ class Usage(msgspec.Struct, frozen=True):
     jobs: Mapping[str, int]
     retries: int
     pending_acquires: int
+    staged_pages: int
+    served: Account
+    served_leases: int
+    returned_leases: int
+    fetches: FetchTotals
 
 
 def tier_usage(state: State, place: int) -> TierUsage:
@@ -54,7 +64,7 @@ def tier_usage(state: State, place: int) -> TierUsage:
     )
 
 
-def usage(state: State, retries: int, pending_acquires: int) -> Usage:
+def usage(state: State, staged_pages: int, retries: int, pending_acquires: int) -> Usage:
     return Usage(
         device=tier_usage(state, DEVICE),
         host=tier_usage(state, HOST),
@@ -65,4 +75,9 @@ def usage(state: State, retries: int, pending_acquires: int) -> Usage:
         jobs=dict(Counter(f"{job.kind}.{job.phase.name.lower()}" for job in state.jobs.open.values())),
         retries=retries,
         pending_acquires=pending_acquires,
+        staged_pages=staged_pages,
+        served=state.totals.account(),
+        served_leases=state.totals.served_leases,
+        returned_leases=state.totals.returned_leases,
+        fetches=state.totals.fetches(),
     )
