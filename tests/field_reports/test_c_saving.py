@@ -183,7 +183,7 @@ async def test_b047_what_the_host_drops_is_found_in_the_store(anyio_backend: obj
 @LOOPS
 async def test_b050_a_host_smaller_than_the_device_still_feeds_the_store(anyio_backend: object) -> None:
     """Given a host of half the device, and write_through.
-    When prompts of 10 times the device have been served, and the first ones come again.
+    When prompts of 10 times the device have been served, with time to save each, and the first ones come again.
     Then the store holds every prefix, and fetches find room."""
     backend = MemoryBackend()
     async with opened(device_pages=16, host_pages=8, backend=backend) as small:
