@@ -324,5 +324,5 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

@@ -118,7 +118,7 @@ def test_decode_commits_are_joined() -> None:
     for page in range(1, 385):
         core.allocate(lease, page * PAGE - lease.capacity_tokens)
         core.commit(lease, page * PAGE)
-        settle(core)
+    settle(core)
     assert core.usage().nodes == 384
     core.release(lease)
     core.check()
@@ -200,15 +200,14 @@ def test_match_equals_a_look_at_every_page() -> None:
         whole(core)
 
 
-def test_children_of_one_node_cost_no_more_when_they_are_many() -> None:
-    """A counter, not a look at the children, says whether a node may go."""
-    core = make(3000, 1, write_policy="none")
-    for n in range(1000):
-        core.release(core_with_branch := compute(core, Toks([0] * PAGE + [n] * PAGE), f"r{n}"))
-    assert core.usage().nodes == 1001
-    assert core_with_branch.closed
+def test_children_are_counted_not_looked_at() -> None:
+    """A counter says whether a node may go, however many children it has."""
+    core = make(1000, 1, write_policy="none")
+    for n in range(300):
+        core.release(compute(core, Toks([0] * PAGE + [n] * PAGE), f"r{n}"))
+    assert core.usage().nodes == 301
     (top,) = [node for node in core.state.tree.table.values() if node.kids]
-    assert top.at[DEVICE].kids == 1000
+    assert top.at[DEVICE].kids == 300
     clear_device(core)
     assert core.usage().nodes == 0
     assert top.at == ()
