@@ -274,6 +274,9 @@ class Core:
         if state.degraded:
             return
         state.degraded = True
+        owners = [lease.pin for lease in state.leases.values()]
+        owners += [pin for job in state.jobs.open.values() for pin in job.pins]
+        state.pins.keep_only(owners)  # a bug may have cut off an end, or a beginning
         self._forget_all("degraded")
         for job in list(state.jobs.open.values()):
             if job.phase is Phase.LIMBO:

@@ -187,6 +187,15 @@ class Pins:
                 tree.remove(node)
         return shrunk
 
+    def keep_only(self, pins: Iterable[Pin]) -> None:
+        """Forget pins that nobody holds any more; what they kept may go with `lose_everything`, which must follow."""
+        held = {pin.uid: pin for pin in pins}
+        for pin in self.all.values():
+            if pin.uid not in held:
+                for stray in pin.strays:
+                    stray.holders -= 1
+        self.all = held
+
     def lose_everything(self) -> None:
         """Reset: all pinned slots become strays, every pin ends at its root.  Clears the tree; the caller rebuilds the pools."""
         strays: dict[tuple[int, int], Stray] = {}

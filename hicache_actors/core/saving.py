@@ -139,14 +139,16 @@ class Saving:
         state = self.state
         if state.degraded:
             return
-        at, missing = tail, False
+        at, missing = tail, 0
         while at.end:
-            missing = missing or not at.at[HOST].state
+            if not at.at[HOST].state:
+                missing += len(at.at[DEVICE].slots) // SLOT_BYTES
             at = at.parent
         if not missing:
             return
         path = state.tree.path(tail, 0)
-        held = state.pins.lock_path(HOST, path)  # making room must not take the path's own pages
+        # making room must not take the path's own pages
+        held = state.pins.lock_path(HOST, path) if missing > state.pools[HOST].free else []
         runs: list[list[Node]] = []
         run: list[Node] = []
         for node in path:

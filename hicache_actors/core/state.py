@@ -96,12 +96,12 @@ class State:
     def close(self, job: Job) -> None:
         """The job leaves Core: its pins end, its own slots are free."""
         del self.jobs.open[job.id]
+        self.effects.append(Forget(job.id))
+        self.changed = True
         job.on_released()
         self.pins.unpin(job.pins)
         self.pools[job.place].give(job.slots)
         job.pins, job.slots = [], b""
-        self.effects.append(Forget(job.id))
-        self.changed = True
 
     # -- room ---------------------------------------------------------------------------------------------------------------
 

@@ -250,8 +250,9 @@ class Tree:
         self.pages -= pages
         if node.stored == STORED:
             self.stored_pages -= pages
-        for place, residency in enumerate(node.at):
-            self.orders[place].discard(residency)
+        for order, residency in zip(self.orders, node.at, strict=True):
+            if residency.older is not None:
+                order.discard(residency)
         cut(node)
 
     def set_stored(self, node: Node, stored: int) -> None:
@@ -271,7 +272,8 @@ class Tree:
         while tail.kids == 1 and (kid := tail.kid) is not None and self._joinable(tail, kid):
             tail = kid
         gone = 0
-        while tail.parent is not NOWHERE:
+        # pins on the device reach to the root: above a locked node everything is locked
+        while tail.parent is not NOWHERE and not tail.at[DEVICE].locks:
             chain = [tail]
             up = tail.parent
             while up.kids == 1 and self._joinable(up, chain[-1]):

@@ -55,9 +55,10 @@ class Waiting:
         self.check_free(rid)
         self._last += 1
         waiter = self._last
-        acquire = self.acquires[waiter] = Acquire(tokens, rid, deadline_s, priority, self.state.now_ms)
-        self._rids[rid] = waiter
+        acquire = Acquire(tokens, rid, deadline_s, priority, self.state.now_ms)
         self._fetch(acquire)
+        self.acquires[waiter] = acquire
+        self._rids[rid] = waiter
         self.state.note(Note.ACQUIRE, waiter, acquire.job, self.state.text(rid))
         return waiter
 
@@ -100,8 +101,10 @@ class Waiting:
                     self._fetch(acquire)
                     if acquire.job:
                         continue
+            lease = self._admit(waiter, acquire)
+            # Not before: if Core breaks in admitting it, it is admitted to what is left.
             del self.acquires[waiter], self._rids[acquire.rid]
-            self.state.effects.append(Wake(waiter, self._admit(waiter, acquire)))
+            self.state.effects.append(Wake(waiter, lease))
 
     def _asks_on(self, acquire: Acquire, outcome: Fetched) -> bool:
         """It joined somebody else's prefetch, which brought all of its part: the rest is asked for now."""
@@ -109,6 +112,9 @@ class Waiting:
 
     def _admit(self, waiter: int, acquire: Acquire) -> CoreLease:
         """Lease and load; if there is no room for all that is on the host, load what fits."""
+        lease = self.state.leases.get(acquire.rid)
+        if lease is not None:  # made before Core broke
+            return lease
         lease = self.leases.lease(acquire.tokens, acquire.rid, acquire.priority)
         lease.waiter = waiter
         self._acquired[waiter] = lease
