@@ -20,12 +20,14 @@ from hicache_actors.transfer.batch import Batch
 
 
 async def backup(movers: Movers, start: StartBackup, job: OpenJob) -> None:
+    begun_s = anyio.current_time()
     save = _Save(movers, job, movers.batches(start.source))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
         for path in start.paths:
             save.hashes += await movers.hash_path(path)
         if save.named:
             await save.run()
+    movers.flows["backup"].ended(save.acknowledged_pages, movers.nbytes(save.acknowledged_pages), begun_s)
     job.result(save.acknowledged_pages)
 
 

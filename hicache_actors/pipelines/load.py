@@ -21,6 +21,7 @@ from hicache_actors.transfer.completions import fired
 async def load(movers: Movers, start: StartLoad, job: OpenJob) -> None:
     for event in start.events:
         await fired(event)
+    begun_s = anyio.current_time()
     plan = movers.device.load_plan(start.source, start.target)
     last = movers.device.call(SubmitLoad(plan, job.waits, job.hold))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.load_s)) as limit:
@@ -32,4 +33,6 @@ async def load(movers: Movers, start: StartLoad, job: OpenJob) -> None:
     if not failed:
         for batch in movers.batches(start.target):
             movers.tell(BatchEnd(job.job, "load", source=batch.of(start.source), target=batch.slots))
-    job.result(0 if failed else len(start.target) // SLOT_BYTES)
+    pages = 0 if failed else len(start.target) // SLOT_BYTES
+    movers.flows["load"].ended(pages, movers.nbytes(pages), begun_s)
+    job.result(pages)

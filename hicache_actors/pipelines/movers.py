@@ -12,6 +12,7 @@ from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.keys.hashes import page_hashes
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.observer import Observation, Observer
+from hicache_actors.pipelines.flows import Flows
 from hicache_actors.runtime import Workers, bind_log
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
@@ -37,6 +38,7 @@ class Movers:
         self.deadlines, self.page_size = deadlines, page_size
         self._storage, self._workers, self._storage_config = storage, workers, storage_config
         self._page_bytes = host.memory.shape.page_bytes
+        self.flows = Flows()
         self._observers: list[Observer] = []
         self._log = bind_log(part="movers")
 

@@ -33,11 +33,12 @@ async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
     slots = await job.granted()
     if slots is None:
         return
+    begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
     fetch = _Fetch(movers, job, hashes, movers.batches(slots))
     with anyio.CancelScope(deadline=deadline):
         await fetch.run()
-    fetch.report()
+    fetch.report(begun_s)
 
 
 class _Fetch:
@@ -97,11 +98,12 @@ class _Fetch:
                 break
         return pages
 
-    def report(self) -> None:
+    def report(self, begun_s: float) -> None:
         pages = self._leading()
         for batch in self._batches:
             part = batch.head(pages - batch.first_page)
             if part.pages:
                 hashes = self._hashes[part.first_page : part.first_page + part.pages]
                 self._movers.tell(BatchEnd(self._job.job, "prefetch", target=part.slots, hashes=hashes))
+        self._movers.flows["prefetch"].ended(pages, self._movers.nbytes(pages), begun_s)
         self._job.result(pages)

@@ -26,10 +26,12 @@ BATCHES_IN_FLIGHT = 2  # the stream has the next one before this one ends; more 
 async def write_back(movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
     for event in start.events:
         await fired(event)
+    begun_s = anyio.current_time()
     movers.host.call(Reserved(start.target))
     copy = _Copy(movers, start, job)
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.write_back_s)):
         await copy.run()
+    movers.flows["write_back"].ended(copy.done_pages, movers.nbytes(copy.done_pages), begun_s)
     job.result(copy.done_pages)
 
 

@@ -6,6 +6,8 @@ Public: users write their own tiers and pipeline stages on it.  Runs on asyncio 
 from hicache_actors.runtime.actor import MESSAGES_PER_TURN, Actor, handles
 from hicache_actors.runtime.channels import Receiver, Sender, channel
 from hicache_actors.runtime.deadlines import Deadline
+from hicache_actors.runtime.histogram import Histogram, HistogramSnapshot
+from hicache_actors.runtime.loop_lag import LoopLag
 from hicache_actors.runtime.mailbox import Mailbox
 from hicache_actors.runtime.messages import Ask, Control, Declined, Envelope, Message
 from hicache_actors.runtime.observation import (
@@ -30,8 +32,11 @@ __all__ = [
     "Declined",
     "Envelope",
     "Failure",
+    "Histogram",
+    "HistogramSnapshot",
     "Job",
     "JobsSnapshot",
+    "LoopLag",
     "Mailbox",
     "Message",
     "Receiver",
