@@ -28,12 +28,13 @@ from hicache_actors.handles import Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.report import SizingReport
-from hicache_actors.observer import Observer
+from hicache_actors.observer import BatchKind, Observer
 from hicache_actors.pipelines.effects import Pipelines
+from hicache_actors.pipelines.flows import FlowSnapshot
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
-from hicache_actors.runtime import SystemSnapshot, Workers, WorkersSnapshot
+from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
 from hicache_actors.tiers.device import DeviceSnapshot
 from hicache_actors.tiers.host import HostSnapshot
 from hicache_actors.tiers.storage import StorageSnapshot
@@ -52,15 +53,22 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What the cache is doing, at one instant.  ``counts``: decisions of Core by name, since the cache was opened."""
+    """What the cache is doing, at one instant.
+
+    ``counts``: decisions of Core by name, ``flows``: what has moved, by direction; both since the cache was opened.  ``loop_lag``:
+    how late the event loop has woken a sampler.
+    """
 
     state: State
     failure: str | None
+    page_size: int
     core: Usage
     counts: Mapping[str, int]
     device: DeviceSnapshot
     host: HostSnapshot
     storage: StorageSnapshot | None
+    flows: Mapping[BatchKind, FlowSnapshot]
+    loop_lag: HistogramSnapshot
     system: SystemSnapshot
     workers: tuple[WorkersSnapshot, ...]
     open_jobs: int
@@ -226,11 +234,14 @@ class HiCache:
         return Snapshot(
             state=self.state,
             failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+            page_size=self.page_size,
             core=self.core.usage(),
             counts=dict(self.core.counts),
             device=parts.device_tier.usage(),
             host=parts.host_tier.usage(),
             storage=None if parts.storage_tier is None else parts.storage_tier.usage(),
+            flows=parts.movers.flows.snapshot(),
+            loop_lag=parts.loop_lag.snapshot(),
             system=parts.system.snapshot(),
             workers=tuple(workers.snapshot() for workers in (parts.workers, parts.io_workers, parts.forward_workers)),
             open_jobs=parts.pipelines.open_jobs,

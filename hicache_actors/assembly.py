@@ -30,7 +30,7 @@ from hicache_actors.memory.shapes import KVShape
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver
-from hicache_actors.runtime import System, Workers, bind_log
+from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import StorageTier
@@ -58,6 +58,8 @@ class Parts:
         self.core = Core(_core_config(config, kv, memory, storage=backend is not None))
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
+        self.loop_lag = LoopLag()
+        self._sampler: Job | None = None
         self.workers = Workers("hash", 2)
         self.forward_workers = Workers("forward", 4, max_lost=None)
         self.io_workers = io_workers
@@ -89,11 +91,15 @@ class Parts:
         await self.system.start(self.host_tier, self.device_tier)
         if self.storage_tier is not None:
             await self.system.start(self.storage_tier)
+        if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
+            self._sampler = self.system.spawn("loop_lag", self.loop_lag.run)
         self.log.info("cache_opened", report=self.report.lines())
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
         limit_s = self.config.close_timeout_s
+        if self._sampler is not None:
+            self._sampler.cancel()
         left: list[str] = [*await self.system.close()]
         if self.storage_tier is not None and (calls := await self.storage_tier.finish_calls(limit_s)):
             left.append(f"{calls} storage calls")
