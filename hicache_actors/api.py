@@ -142,22 +142,28 @@ class HiCache:
     def match(self, prompt: Prompt) -> Match:
         """What is cached of ``prompt``.  Never changes anything."""
         self.driver.check_owner()
-        return self.core.match(prompt)
+        try:
+            return self.core.match(prompt)
+        except Exception as error:
+            self.driver.fail(error)
+            return Match(0, 0, 0)
 
     def lease(self, prompt: Prompt, rid: str, *, priority: int = 0) -> Lease:
         """Pin what the device has of ``prompt``, ready or loading.  ``rid`` names the request, once at a time."""
         self._check_open()
         check_rid(rid)
-        with self.driver.section():
-            return Lease(self, self.core.lease(prompt, rid, priority), prompt)
+        return self.driver.decide(lambda core: Lease(self, core.lease(prompt, rid, priority), prompt))
 
     def prefetch(self, prompt: Prompt, rid: str, *, deadline_s: float | None = None, priority: int = 0) -> Prefetch:
         """Bring what the host lacks of ``prompt`` from storage, if the missing span is worth it."""
         self._check_open()
         check_rid(rid)
-        with self.driver.section():
-            job = self.core.prefetch(prompt, rid, deadline_s, priority)
+
+        def prefetch(core: Core) -> Prefetch:
+            job = core.prefetch(prompt, rid, deadline_s, priority)
             return Prefetch(self, None if job is None else self.open_job(job), rid)
+
+        return self.driver.decide(prefetch)
 
     @property
     def needs_step(self) -> bool:
@@ -298,7 +304,9 @@ class HiCache:
         def decide(core: Core) -> None:
             try:
                 value = decision(core)
-            except HiCacheError as error:
+            except Exception as error:
+                if not _refused(core, error):
+                    raise
                 loop.call_soon_threadsafe(_fail, future, error)
             else:
                 loop.call_soon_threadsafe(_resolve, future, value)
@@ -328,7 +336,9 @@ class HiCache:
             nonlocal waiter
             try:
                 waiter = ask(core)
-            except HiCacheError as error:
+            except Exception as error:
+                if not _refused(core, error):
+                    raise
                 loop.call_soon_threadsafe(_fail, future, error)
             else:
                 self.pipelines.wait_for(waiter, future, answer)
@@ -402,6 +412,11 @@ class _Acquire:
     ) -> None:
         if self._lease is not None:
             self._lease.release()
+
+
+def _refused(core: Core, error: Exception) -> bool:
+    """Whether that is the answer: what is no refusal is a bug, and after it the driver asks what is left of Core once more."""
+    return core.degraded or isinstance(error, HiCacheError)
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:

@@ -172,7 +172,7 @@ class Parts:
 
     def _core_failed(self, error: BaseException) -> None:
         if error is not self.system.failed:
-            self.log.error("cache_degraded", exc_info=error)
+            self.log.error("cache_degraded", rings=self.system.describe_rings(), exc_info=error)
 
 
 def build(

@@ -186,8 +186,7 @@ class Lease:
 
         Comes before the first `allocate`; later it is refused ("after_allocate").
         """
-        with self._inside.driver.section():
-            answer = self._inside.core.load(self._lease, max_tokens)
+        answer = self._inside.driver.decide(lambda core: core.load(self._lease, max_tokens))
         if isinstance(answer, Shortfall):
             return answer
         self._committed_pages = max(self._committed_pages, self._lease.usable_tokens // self._inside.core.page_size)
@@ -202,8 +201,7 @@ class Lease:
         Evicts clean leaves, never waits.
         """
         before = len(self._lease.pages)
-        with self._inside.driver.section():
-            refused = self._inside.core.allocate(self._lease, n_tokens)
+        refused = self._inside.driver.decide(lambda core: core.allocate(self._lease, n_tokens))
         return self._lease.pages[before:] if refused is None else refused
 
     def commit(self, n_tokens: int, *, after: Event | None = None) -> Committed:
@@ -212,13 +210,15 @@ class Lease:
         ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.
         """
         inside, lease = self._inside, self._lease
-        with inside.driver.section():
-            committed = inside.core.commit(lease, n_tokens, after)
+        committed: Committed = inside.driver.decide(lambda core: core.commit(lease, n_tokens, after))
         first_page, end_page = self._committed_pages, n_tokens // inside.core.page_size
         if committed.failed is None and end_page > first_page:
             self._committed_pages = end_page
             if inside.movers.observed:
-                inside.movers.tell(CommitEnd(lease.rid, first_page, pack_slots(lease.pages[first_page:end_page])))
+                try:
+                    inside.movers.tell(CommitEnd(lease.rid, first_page, pack_slots(lease.pages[first_page:end_page])))
+                except Exception as error:
+                    inside.driver.fail(error)  # the observer's bug, not the engine's
         return committed
 
     def release(self, *, after: Event | None = None) -> None:
@@ -242,8 +242,7 @@ class Lease:
 
     def hold(self, until: Future[Any]) -> None:
         """Keep the slots of this lease until ``until`` is done, also after `release`: for the engine's own threads."""
-        with self._inside.driver.section():
-            self._inside.core.hold(self._lease, until)
+        self._inside.driver.decide(lambda core: core.hold(self._lease, until))
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """Run ``fn(*args)`` in a worker thread of the cache; the slots are held until it has returned.
@@ -251,8 +250,7 @@ class Lease:
         Safe under any cancellation of the caller: the coroutine ends, ``fn`` runs on, its slots stay.
         """
         returned = Completion()
-        with self._inside.driver.section():
-            self._inside.core.hold(self._lease, returned)
+        self._inside.driver.decide(lambda core: core.hold(self._lease, returned))
         return await self._inside.forward_workers.run(fn, *args, on_end=returned.finish)
 
     async def __aenter__(self) -> Self:

@@ -51,8 +51,7 @@ class AutoDriver(Driver):
         if self._open:
             release(self.core)
         else:
-            with self._section:
-                release(self.core)
+            self.decide(release)
 
     def catch_up(self) -> None:
         """Loop thread: apply now what the next turn would apply."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from hicache_actors.core.words import (
     Effect,
@@ -22,6 +22,7 @@ from hicache_actors.errors import HiCacheError, UsageError
 from hicache_actors.ranks.board import Board, Value, WireMap
 from hicache_actors.ranks.round import Agreed
 
+T = TypeVar("T")
 Intent: TypeAlias = Callable[[Any], object]
 """Called with Core inside a section; it must not raise."""
 
@@ -75,6 +76,13 @@ class _Section:
         self._driver._leave(exc if isinstance(exc, Exception) and not isinstance(exc, HiCacheError) else None)
 
 
+def _one_by_one(left: deque[Intent]) -> Iterator[Intent]:
+    """Each intent leaves the queue when it has run."""
+    while left:
+        yield left[0]
+        left.popleft()
+
+
 class Driver(abc.ABC):
     """What both drivers share: owner thread, inbox, effects, and the way into degraded mode."""
 
@@ -101,6 +109,21 @@ class Driver(abc.ABC):
         through; if it is not one of ours, Core may be half-way and is degraded at once.
         """
         return self._section
+
+    def decide(self, verb: Callable[[Any], T]) -> T:
+        """Run a verb of Core in a section -> its answer.
+
+        If Core breaks in it, it is degraded at once and the verb runs again on what is left: a bug of the cache shall fail no
+        request.  Raises what the verb refuses, and UsageError where no section may be opened.
+        """
+        with self._section:
+            try:
+                return verb(self.core)
+            except HiCacheError:
+                raise
+            except Exception as exc:
+                self._break(exc)
+                return verb(self.core)
 
     def check_owner(self) -> None:
         """For reads of Core (`match`, results): raises UsageError on a thread that does not own Core."""
@@ -159,13 +182,19 @@ class Driver(abc.ABC):
         self.core.degrade()
 
     def _apply(self, agreed: Agreed, queued: Iterable[Intent] = ()) -> None:
-        intents = [*queued]
+        left = deque(queued)
         while self._inbox:
-            intents.append(self._inbox.popleft())
+            left.append(self._inbox.popleft())
         try:
-            self.core.apply(agreed.now_ms, agreed.values, agreed.released, intents, agreed.alive)
+            self.core.apply(agreed.now_ms, agreed.values, agreed.released, _one_by_one(left), agreed.alive)
         except Exception as exc:
             self._break(exc)
+            # Somebody waits for each of them, the one that broke Core included.
+            for intent in left:
+                try:
+                    intent(self.core)
+                except Exception as again:
+                    self._fail(again)
 
     def _take_effects(self) -> list[Effect]:
         """-> what is left for the system; the board learns first which jobs may answer."""

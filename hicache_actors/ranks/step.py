@@ -106,8 +106,7 @@ class StepDriver(Driver):
         """Owner thread: run a release or a stop now if the section is open, else in the next `begin_step`."""
         self.check_owner()
         if self._open:
-            with self._section:
-                release(self.core)
+            self.decide(release)
         else:
             self._queued.append(release)
 

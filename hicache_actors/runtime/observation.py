@@ -93,9 +93,10 @@ class Failure(msgspec.Struct, frozen=True):
     error: BaseException
     rings: Mapping[str, Sequence[object]]
 
-    def describe_rings(self) -> dict[str, list[str]]:
-        """The rings as text for a log, each message cut to a few hundred characters."""
-        return {name: [_shown(message) for message in ring] for name, ring in self.rings.items() if ring}
+
+def describe_rings(rings: Mapping[str, Sequence[object]]) -> dict[str, list[str]]:
+    """Rings as text for a log, each message cut to a few hundred characters."""
+    return {name: [_shown(message) for message in ring] for name, ring in rings.items() if ring}
 
 
 def unwrap(error: BaseException) -> BaseException:

@@ -16,7 +16,15 @@ import anyio.abc
 
 from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.runtime.actor import Actor
-from hicache_actors.runtime.observation import Failure, JobsSnapshot, SystemSnapshot, SystemState, bind_log, unwrap
+from hicache_actors.runtime.observation import (
+    Failure,
+    JobsSnapshot,
+    SystemSnapshot,
+    SystemState,
+    bind_log,
+    describe_rings,
+    unwrap,
+)
 
 Ts = TypeVarTuple("Ts")
 
@@ -196,7 +204,14 @@ class System:
             jobs=tuple(jobs),
         )
 
+    def describe_rings(self) -> dict[str, list[str]]:
+        """The last messages of each actor, as text for a log."""
+        return describe_rings(self._rings())
+
     # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _rings(self) -> dict[str, tuple[object, ...]]:
+        return {name: life.actor.recent() for name, life in self._lives.items()}
 
     def _accepting(self) -> anyio.abc.TaskGroup:
         if self._state != "running" or self._group is None:
@@ -332,10 +347,9 @@ class System:
             if cause is not self.failure.error and error is not self.failure.error:
                 self.log.error("failed_again", source=source, exc_info=cause)
             return
-        rings = {name: life.actor.recent() for name, life in self._lives.items()}
-        self.failure = Failure(source, cause, rings)
+        self.failure = Failure(source, cause, self._rings())
         self._state = "failed"
-        self.log.error("system_failed", source=source, rings=self.failure.describe_rings(), exc_info=cause)
+        self.log.error("system_failed", source=source, rings=describe_rings(self.failure.rings), exc_info=cause)
         if self._on_failure is not None:
             try:
                 self._on_failure(cause)
