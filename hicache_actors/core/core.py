@@ -172,7 +172,8 @@ class Core:
     def load(self, lease: CoreLease, max_tokens: int | None = None) -> tuple[int, ...] | Shortfall:
         """Load what the host holds beyond the lease's pages (at most ``max_tokens``), all of it or nothing; may be called again.
 
-        -> the load jobs that the lease waits for, joined ones included (maybe none), or a `Shortfall`; that has evicted nothing.
+        -> the load jobs that the lease waits for, joined ones included (maybe none), or a `Shortfall`, which has loaded and evicted
+        nothing.  Either way the lease takes what others have brought to the device meanwhile.
 
         :raises UsageError: the lease has been released.
         """

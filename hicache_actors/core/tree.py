@@ -58,7 +58,11 @@ class Tree:
         return self._scopes[node.tag]
 
     def match(self, key: memoryview, scope: Scope, stop: int) -> tuple[int, int, int, int]:
-        """-> pages of ``key[:stop]`` that are (ready on the device, present there, present on any tier, hinted at by storage)."""
+        """-> pages of ``key[:stop]`` that are (ready on the device, present there, present on any tier, hinted at by storage).
+
+        Each count is the depth of one of the ends of the walk: the last node that may run now, the last on the device, the last
+        that can be had at all.
+        """
         node = self.roots.get(scope)
         if node is None:
             return 0, 0, 0, 0

@@ -92,7 +92,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """A refusal.  It has changed and evicted nothing.
+    """A refusal.  Nothing has been evicted, allocated or loaded.
 
     ``missing_pages``: what was asked beyond what could be had now.  ``freeing_pages``: slots that running jobs will free by
     themselves (limbo, and pages pinned by jobs only), so a later try may pass without anybody releasing a lease.
