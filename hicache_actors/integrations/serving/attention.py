@@ -42,7 +42,9 @@ def ragged_attention(
         raise UsageError("this model belongs to a serving engine: call ServedModel.detach before you use it otherwise")
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
-            raise UsageError(f"{type(module).__name__} wants {name} = {kwargs[name]!r}, which paged attention does not do")
+            raise UsageError(
+                f"{type(module).__name__} wants {name} = {kwargs[name]!r}, which paged attention does not do"
+            )
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for segment in hicache_step.segments:
         rows = slice(segment.kv_first, segment.kv_first + segment.kv_count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +45,10 @@ class ServedModel:
             )
         if not getattr(model, "_supports_attention_backend", False):
             raise ConfigError(
-                "model", type(model).__name__, "its attention cannot be replaced", allowed="models that use AttentionInterface"
+                "model",
+                type(model).__name__,
+                "its attention cannot be replaced",
+                allowed="models that use AttentionInterface",
             )
         self.model, self.kv = model, kv
         self.pool = PoolRows(kv, load_timeout_s=load_timeout_s)
@@ -60,7 +63,16 @@ class ServedModel:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[union-attr]
+        """Ids below this have an embedding."""
+        embeddings: Any = self.model.get_input_embeddings()
+        n_embeddings: int = embeddings.num_embeddings
+        return n_embeddings
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence, prompt and answer: what the pool holds, and the positions that the model knows."""
+        pool_tokens = self.kv.pages * self.kv.shape.page_size
+        return min(pool_tokens, getattr(self.model.config, "max_position_embeddings", None) or pool_tokens)
 
     def forward(
         self, pieces: Sequence[Piece], *, loads: Sequence[LayerWait] = (), rows: Rows | None = None
