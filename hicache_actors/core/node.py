@@ -16,10 +16,13 @@ import msgspec
 
 from hicache_actors.core.words import ABSENT
 
-KV: Final = 0  #: the one component so far; sliding windows, recurrent states and indexers will follow
 TIERS: Final = 2
-COMPONENTS: Final = 1
+COMPONENTS: Final = 1  #: full KV; sliding windows, recurrent states and indexers will follow
 PLACES: Final = tuple(range(TIERS * COMPONENTS))
+"""Index of a (tier, component) pair in everything that is kept per place: tier + TIERS * component.
+
+Full KV is component 0, so its places are the tiers themselves, DEVICE and HOST.
+"""
 
 TAG_BYTES: Final = 8
 
@@ -28,11 +31,6 @@ UNSTORED: Final = 0
 WAITING: Final = 1  #: a backup failed, a retry is due
 SAVING: Final = 2  #: in an open backup
 STORED: Final = 3  #: acknowledged
-
-
-def place(tier: int, component: int = KV) -> int:
-    """Index of a (tier, component) pair in everything that is kept per place; for KV it is the tier itself."""
-    return tier + TIERS * component
 
 
 class Residency(msgspec.Struct, eq=False, gc=False):
