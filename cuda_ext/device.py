@@ -65,6 +65,10 @@ class Device(Protocol):
     name: str
     kind: Literal["cpu", "cuda", "sim"]
 
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the device is gone for good: every ticket fails then, open ones and later ones.  None while it works."""
+
     def stream(self, name: str) -> Stream:
         """The stream of that name, made on first use."""
 

@@ -23,7 +23,7 @@ from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
 from hicache_actors.core.words import Match
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, UsageError
+from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, TransferError, UsageError
 from hicache_actors.handles import Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
@@ -120,7 +120,7 @@ class HiCache:
             with anyio.CancelScope(shield=True):
                 await cache._close()
         failure = parts.driver.failure
-        if failure is not None and not isinstance(failure, PeerError):
+        if failure is not None and not isinstance(failure, PeerError | TransferError):  # those are no bugs
             raise HiCacheError(f"the cache failed while it was open: {failure!r}") from failure
 
     @property

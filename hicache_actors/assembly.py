@@ -18,7 +18,7 @@ from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import BackendError, ConfigError, HiCacheError
+from hicache_actors.errors import BackendError, ConfigError, HiCacheError, TransferError
 from hicache_actors.keys.namespace import Namespace
 from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.memory.budget import host_budget
@@ -64,7 +64,7 @@ class Parts:
         self.forward_workers = Workers("forward", 4, max_lost=None)
         self.io_workers = io_workers
         self.host_tier = HostTier(memory)
-        self.device_tier = DeviceTier(device, kv, memory)
+        self.device_tier = DeviceTier(device, kv, memory, self._device_lost)
         self.storage_tier = None if backend is None else self._storage_tier(backend)
         self.movers = Movers(
             self.device_tier,
@@ -169,6 +169,10 @@ class Parts:
         """A bug inside: open work answers 0, and the cache degrades in the apply that learns of it."""
         self.pipelines.give_up(error)
         self.driver.fail(error)
+
+    def _device_lost(self, error: BaseException) -> None:
+        """Its copies end with errors, so nothing hangs; but none will go well again."""
+        self.driver.fail(TransferError(f"device {self.device.name} is lost: {error}"))
 
     def _core_failed(self, error: BaseException) -> None:
         if error is not self.system.failed:

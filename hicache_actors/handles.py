@@ -23,7 +23,7 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver
 from hicache_actors.runtime import Workers
-from hicache_actors.transfer.completions import Completion
+from hicache_actors.transfer.completions import Completion, check_event
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -210,6 +210,8 @@ class Lease:
         ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.
         """
         inside, lease = self._inside, self._lease
+        if after is not None:
+            check_event(after)
         committed: Committed = inside.driver.decide(lambda core: core.commit(lease, n_tokens, after))
         first_page, end_page = self._committed_pages, n_tokens // inside.core.page_size
         if committed.failed is None and end_page > first_page:
@@ -222,12 +224,15 @@ class Lease:
         return committed
 
     def release(self, *, after: Event | None = None) -> None:
-        """Give everything back.  Any thread, idempotent, never raises; outside a step it is queued for the next one.
+        """Give everything back.  Any thread, idempotent, never raises (only an ``after`` that is no event is refused); outside a
+        step it is queued for the next one.
 
         With ``after``, or after a commit with an event or a hold, the slots are kept until those have fired.
         """
         if self._released:
             return
+        if after is not None:
+            check_event(after)
         self._released = True
         lease = self._lease
 
@@ -242,6 +247,7 @@ class Lease:
 
     def hold(self, until: Future[Any]) -> None:
         """Keep the slots of this lease until ``until`` is done, also after `release`: for the engine's own threads."""
+        check_event(until)
         self._inside.driver.decide(lambda core: core.hold(self._lease, until))
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:

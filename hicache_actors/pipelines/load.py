@@ -15,12 +15,14 @@ from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.tiers.device import CopyEnded, SubmitLoad
-from hicache_actors.transfer.completions import fired
+from hicache_actors.transfer.completions import all_fired, fired
 
 
 async def load(movers: Movers, start: StartLoad, job: OpenJob) -> None:
-    for event in start.events:
-        await fired(event)
+    error = await all_fired(start.events)
+    if error is not None:
+        job.waits.fail(error)
+        return job.result(0)
     begun_s = anyio.current_time()
     plan = movers.device.load_plan(start.source, start.target)
     last = movers.device.call(SubmitLoad(plan, job.waits, job.hold))

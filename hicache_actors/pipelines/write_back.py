@@ -3,6 +3,7 @@
     events (the forwards that compute the pages) -> [submit a batch] -> channel -> [await it, count] -> RESULT
 
 A copy is never submitted before the engine's events say that the pages have been computed; from then on the deadline runs.
+If an event ends with an error nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from hicache_actors.runtime import Receiver, Sender, channel
 from hicache_actors.tiers.device import CopyEnded, SubmitWriteBack
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.transfer.batch import Batch
-from hicache_actors.transfer.completions import fired
+from hicache_actors.transfer.completions import all_fired, fired
 
 BATCHES_IN_FLIGHT = 2  # the stream has the next one before this one ends; more would only delay a stop
 
 
 async def write_back(movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
-    for event in start.events:
-        await fired(event)
+    if await all_fired(start.events) is not None:
+        return job.result(0)  # a forward has failed: what it should have computed is not there
     begun_s = anyio.current_time()
     movers.host.call(Reserved(start.target))
     copy = _Copy(movers, start, job)

@@ -51,14 +51,20 @@ class DeviceSnapshot(msgspec.Struct, frozen=True):
 
 
 class DeviceTier(Actor):
-    """Loads and write-backs have a stream each, so neither waits behind the other."""
+    """Loads and write-backs have a stream each, so neither waits behind the other.
 
-    def __init__(self, device: Device, kv: KVTensors, host: HostMemory) -> None:
+    ``on_lost`` is called once, on the loop, when a copy has failed and the device turns out to be gone.
+    """
+
+    def __init__(
+        self, device: Device, kv: KVTensors, host: HostMemory, on_lost: Callable[[BaseException], None] | None = None
+    ) -> None:
         super().__init__("device")
         self.device, self.kv, self._host = device, kv, host
         self._loads, self._write_backs = device.stream("load"), device.stream("write_back")
         self._bytes = {"load": 0, "write_back": 0}
         self._failed = 0
+        self._on_lost = on_lost
 
     def load_plan(self, source: Slots, target: Slots) -> CopyPlan:
         return CopyPlan(self._host, source, self.kv, target)
@@ -92,5 +98,8 @@ class DeviceTier(Actor):
     def _copy_ended(self, message: CopyEnded) -> None:
         if message.failed:
             self._failed += 1
+            if self.device.lost is not None and self._on_lost is not None:
+                self._on_lost(self.device.lost)
+                self._on_lost = None
         else:
             self._bytes[message.kind] += message.nbytes

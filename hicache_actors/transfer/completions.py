@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, runtime_checkable
 
 import structlog
@@ -107,17 +107,24 @@ def _call(callback: Callable[[], object]) -> None:
         log.exception("completion_callback_failed", callback=repr(callback))
 
 
+def check_event(event: object) -> None:
+    """Raises `UsageError` for what is no event.  Does not ask it."""
+    if not isinstance(event, Queryable | threading.Event | concurrent.futures.Future):
+        raise UsageError(
+            f"{event!r} is no event: needs query() -> bool (torch.cuda.Event, a Ticket), threading.Event or "
+            "concurrent.futures.Future"
+        )
+
+
 def has_fired(event: object) -> bool:
     """Ask once.  Raises `UsageError` for what is no event, and whatever the event's own ``query`` raises."""
+    check_event(event)
     if isinstance(event, Queryable):
         return event.query()
     if isinstance(event, threading.Event):
         return event.is_set()
-    if isinstance(event, concurrent.futures.Future):
-        return event.done()
-    raise UsageError(
-        f"{event!r} is no event: needs query() -> bool (torch.cuda.Event, a Ticket), threading.Event or concurrent.futures.Future"
-    )
+    assert isinstance(event, concurrent.futures.Future)
+    return event.done()
 
 
 def notify(event: object, callback: Callable[[], None]) -> bool:
@@ -149,6 +156,15 @@ async def fired(event: object) -> BaseException | None:
             while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
                 await asyncio.sleep(POLL_S)
     return event.error if isinstance(event, Ending) else None
+
+
+async def all_fired(events: Iterable[object]) -> BaseException | None:
+    """`fired`, one after the other -> the first error that a ticket among them ended with."""
+    first: BaseException | None = None
+    for event in events:
+        error = await fired(event)
+        first = first or error
+    return first
 
 
 def _ask(event: object) -> bool:

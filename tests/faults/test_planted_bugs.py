@@ -21,6 +21,8 @@ from hicache_actors.tiers.device import CopyEnded, DeviceTier
 from hicache_actors.tiers.host import HostTier, Reserved
 from hicache_actors.tiers.storage import Counted, StorageTier
 
+from .kit import nothing_left, stepping
+
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2])
 Plant = Callable[[Small, pytest.MonkeyPatch], None]
 
@@ -186,3 +188,36 @@ def test_the_blocks_own_error_comes_before_the_bugs() -> None:
             await body()
 
     run_checked(main, None)
+
+
+@SEEDS
+@pytest.mark.parametrize("where", ["core: a pending acquire", "core: opening a fetch", "core: granting a fetch"])
+def test_a_bug_in_an_apply_loses_no_intent(where: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With driver="step" async verbs wait for an apply: each of them is answered, whatever became of that apply."""
+
+    async def body() -> None:
+        store = MemoryBackend()
+        async with open_small(backend=store) as small:
+            await request(small, prompt(4))
+            await small.cache.drain(10.0)
+        async with open_small(backend=store, driver="step") as small, stepping(small.cache):
+            PLANTS[where](small, monkeypatch)
+
+            async def one(family: int) -> None:
+                async with small.cache.acquire(prompt(4, family=family)) as lease:
+                    assert lease.rid
+
+            with anyio.fail_after(10.0):
+                async with anyio.create_task_group() as group:
+                    for family in (0, 0, 1, 2):
+                        group.start_soon(one, family)
+                    group.start_soon(small.cache.drain, 5.0)
+                    group.start_soon(small.cache.stored, prompt(4), 5.0)
+            assert small.cache.state == "degraded"
+            await nothing_left(small)
+
+    async def main() -> None:
+        with pytest.raises(HiCacheError, match="planted"):
+            await body()
+
+    run_checked(main, seed)

@@ -149,7 +149,7 @@ def test_a_copy_that_was_submitted_before_the_next_was_refused_keeps_its_slots(
                 nonlocal calls
                 calls += 1
                 if calls == 2:
-                    raise TransferError("planted")
+                    raise KeyError("planted")
                 return submit(work)
 
             monkeypatch.setattr(stream, "submit", refuse_the_second)
