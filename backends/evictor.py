@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.ledger import NEW, NOTHING, QUARANTINE, STALE
-from hicache_actors.backends.locks import try_lock
+from hicache_actors.backends.posix import try_lock
 from hicache_actors.backends.shards import Item, Scan
 
 

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
-from hicache_actors.backends.publishing import Publisher
-from hicache_actors.backends.shards import OBJECT, SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
+from hicache_actors.backends.posix import Publisher, make_folder
+from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
 from hicache_actors.errors import BackendError
 
 MISSING: Final = -1
@@ -65,15 +65,16 @@ class Folder:
     def __init__(self, root: str, limits: Limits | None = None) -> None:
         self.root = root
         self.ledger = Ledger(root, limits or Limits())
-        self._shards = [os.path.join(root, "objects", shard) for shard in SHARDS]
-        self._quarantine = os.path.join(root, "quarantine")
+        self._shards = [os.fsencode(os.path.join(root, "objects", shard)) for shard in SHARDS]
+        self._quarantine = os.fsencode(os.path.join(root, "quarantine"))
+        self._instance = self.ledger.instance.encode()
         self._publisher = Publisher()
         self._numbers = count()
 
     def open(self) -> None:
         """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
-        for path in (self.root, os.path.join(self.root, "objects"), self._quarantine):
-            os.makedirs(path, 0o700, exist_ok=True)
+        for folder in (*self._shards, self._quarantine):
+            make_folder(os.fsdecode(folder))
         self.ledger.open()
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class Folder:
     def leading(self, keys: Sequence[str]) -> int:
         """Length of the leading run of ``keys`` that are there."""
         for found, key in enumerate(keys):
-            if self._length(self._path(key)) <= 0:
+            if self._length(self._find(key)[1]) <= 0:
                 return found
         return len(keys)
 
@@ -93,9 +94,11 @@ class Folder:
         lengths: list[int] = []
         identities: dict[str, Identity] = {}
         error: OSError | None = None
+        touch_before_s = time.time() - TOUCH_AFTER_S
         for key, buffer in zip(keys, buffers, strict=True):
+            _, path = self._find(key)
             try:
-                length, identity = self._read(self._path(key), buffer)
+                length, identity = self._read(path, buffer, touch_before_s)
                 if length == TORN:
                     self.quarantine(key, identity)
                 elif identity is not None:
@@ -107,37 +110,39 @@ class Folder:
 
     def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Written:
         """Store what is not there yet, in order, as far as there is room."""
-        paths = [self._path(key) for key in keys]
+        places = [self._find(key) for key in keys]
+        sizes = [disk_bytes(len(buffer)) for buffer in buffers]
         outcomes = [Stored.FAILED] * len(keys)
         try:
-            absent = self._absent(paths, buffers, outcomes)
+            absent = self._absent(places, buffers, outcomes)
             if not absent:
                 return Written(outcomes, [], None)
-            booking = self.ledger.reserve([(row_of(keys[i]), disk_bytes(len(buffers[i]))) for i in absent])
+            booking = self.ledger.reserve([(places[i][0], sizes[i]) for i in absent])
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = absent[: booking.granted], absent[booking.granted :]
         last_error: OSError | None = None
         full = False
         try:
-            for row, i in zip(booking.rows, granted, strict=True):
+            for i in granted:
+                row, path = places[i]
                 try:
                     if not full:
-                        outcomes[i] = self._write(paths[i], row, buffers[i], booking)
+                        outcomes[i] = self._write(path, row, buffers[i], booking)
                 except OSError as caught:
                     last_error = caught
                     full = caught.errno in _DISK_IS_FULL  # the rest would fail alike
                 if outcomes[i] is not Stored.WRITTEN:
-                    booking.change(row, -disk_bytes(len(buffers[i])), -1)
+                    booking.change(row, -sizes[i], -1)
         finally:
             self.ledger.settle(booking)
         return Written(outcomes, no_room, last_error)
 
     def delete_many(self, keys: Sequence[str]) -> int:
-        paths = [self._path(key) for key in keys]
-        booking = self.ledger.reserve([(row_of(key), 0) for key in keys])
+        places = [self._find(key) for key in keys]
+        booking = self.ledger.reserve([(row, 0) for row, _ in places])
         try:
-            return sum(self._remove(path, row, booking) for path, row in zip(paths, booking.rows, strict=True))
+            return sum(self._remove(path, row, booking) for row, path in places)
         finally:
             self.ledger.settle(booking)
 
@@ -146,14 +151,14 @@ class Folder:
 
         With ``identity`` only that very file: a good one that was written under the name meanwhile stays.
         """
-        path = self._path(key)
+        row, path = self._find(key)
         if not self._is(path, identity):
             return False
-        target = os.path.join(self._quarantine, f"{key}.{time.time_ns()}.bad")
-        booking = self.ledger.reserve([(row_of(key), 0), (QUARANTINE, 0)])
+        target = b"%s/%s.%d.bad" % (self._quarantine, key.encode(), time.time_ns())
+        booking = self.ledger.reserve([(row, 0), (QUARANTINE, 0)])
         try:
             try:
-                self._with_folder(self._quarantine, lambda: os.rename(path, target))
+                _with_folder(self._quarantine, lambda: os.rename(path, target))
             except FileNotFoundError:
                 return False
             moved = os.stat(target, follow_symlinks=False)
@@ -171,15 +176,15 @@ class Folder:
 
     def keys(self, row: int) -> list[str]:
         """The objects of one shard."""
-        return keys_in(self._shards[row], row)
+        return keys_in(os.fsdecode(self._shards[row]), row)
 
     def look(self, row: int) -> Scan:
         """Scan one shard, or the quarantine."""
-        return scan(self._folder_of(row), row, self.ledger.is_alive)
+        return scan(os.fsdecode(self._folder_of(row)), row, self.ledger.is_alive)
 
     def remove_orphans(self, row: int, names: Iterable[str]) -> int:
         """Temporary files of dead writers -> how many.  Nothing is given back: whoever scans counts what is left."""
-        return sum(_unlink(os.path.join(self._folder_of(row), name)) for name in names)
+        return sum(_unlink(self._file(row, name)) for name in names)
 
     def evict(self, row: int, victims: Sequence[Item], oldest_left_ns: int) -> tuple[int, int]:
         """Remove files of one shard that nobody has used since the scan -> how many, and how many bytes.
@@ -190,7 +195,7 @@ class Folder:
         booking = self.ledger.reserve([(row, 0)])
         try:
             for victim in victims:
-                path = os.path.join(self._folder_of(row), victim.name)
+                path = self._file(row, victim.name)
                 if self._is(path, victim.identity) and _unlink(path):
                     n_objects += 1
                     n_bytes += disk_bytes(victim.n_bytes)
@@ -202,17 +207,23 @@ class Folder:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _path(self, key: str) -> str:
+    def _find(self, key: str) -> tuple[int, bytes]:
+        """Row and path of an object.  Paths are bytes: what is encoded once need not be encoded by every call."""
         if not is_key(key):
             raise BackendError(
                 f"key {key!r} is no file name: letters, digits, '_', '-', '.', at most 200", retryable=False
             )
-        return f"{self._shards[row_of(key)]}/{key}{OBJECT}"
+        name = key.encode()
+        row = row_of(name)
+        return row, b"%s/%s.kv" % (self._shards[row], name)
 
-    def _folder_of(self, row: int) -> str:
+    def _folder_of(self, row: int) -> bytes:
         return self._quarantine if row == QUARANTINE else self._shards[row]
 
-    def _length(self, path: str) -> int:
+    def _file(self, row: int, name: str) -> bytes:
+        return os.path.join(self._folder_of(row), os.fsencode(name))
+
+    def _length(self, path: bytes) -> int:
         if not os.access(path, os.F_OK):  # half the price of a stat that raises
             return MISSING
         try:
@@ -221,14 +232,14 @@ class Folder:
             return MISSING
         return found.st_size if stat.S_ISREG(found.st_mode) else MISSING
 
-    def _is(self, path: str, identity: Identity | None) -> bool:
+    def _is(self, path: bytes, identity: Identity | None) -> bool:
         try:
             found = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return stat.S_ISREG(found.st_mode) and (identity is None or _identity(found) == identity)
 
-    def _read(self, path: str, buffer: memoryview) -> tuple[int, Identity | None]:
+    def _read(self, path: bytes, buffer: memoryview, touch_before_s: float) -> tuple[int, Identity | None]:
         try:
             fd = os.open(path, _READ)
         except FileNotFoundError:
@@ -241,21 +252,24 @@ class Folder:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 return MISSING, None  # not ours
-            if found.st_size != len(buffer):
+            length = len(buffer)
+            if found.st_size != length:
                 return TORN, _identity(found)
-            done = 0
-            while done < len(buffer):
-                n_bytes = os.preadv(fd, [buffer[done:]], done)
+            done = os.readv(fd, (buffer,))
+            while done < length:
+                n_bytes = os.readv(fd, (buffer[done:],))
                 if n_bytes == 0:
                     return TORN, _identity(found)  # cut off while we read
                 done += n_bytes
-            if time.time() - found.st_mtime > TOUCH_AFTER_S:
+            if found.st_mtime < touch_before_s:
                 found = _touch(fd) or found
             return done, _identity(found)
         finally:
             os.close(fd)
 
-    def _absent(self, paths: Sequence[str], buffers: Sequence[memoryview], outcomes: list[Stored]) -> list[int]:
+    def _absent(
+        self, places: Sequence[tuple[int, bytes]], buffers: Sequence[memoryview], outcomes: list[Stored]
+    ) -> list[int]:
         """Positions of what must be written; the others become PRESENT in ``outcomes``.
 
         Pages are stored in the order of their prefix: behind the first that is absent none is looked up, unless the last one is
@@ -263,16 +277,16 @@ class Folder:
         """
         absent: list[int] = []
         rest_is_absent = False
-        for i, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
+        for i, ((_, path), buffer) in enumerate(zip(places, buffers, strict=True)):
             if not rest_is_absent and self._is_present(path, len(buffer)):
                 outcomes[i] = Stored.PRESENT
                 continue
             if not absent:
-                rest_is_absent = not os.access(paths[-1], os.F_OK)
+                rest_is_absent = not os.access(places[-1][1], os.F_OK)
             absent.append(i)
         return absent
 
-    def _is_present(self, path: str, n_bytes: int) -> bool:
+    def _is_present(self, path: bytes, n_bytes: int) -> bool:
         if not os.access(path, os.F_OK):
             return False
         with contextlib.suppress(FileNotFoundError):
@@ -283,9 +297,12 @@ class Folder:
                 return True
         return False
 
-    def _write(self, path: str, row: int, buffer: memoryview, booking: Booking) -> Stored:
-        temporary = f"{self._shards[row]}/.{self.ledger.instance}.{next(self._numbers)}.tmp"
-        fd = self._with_folder(self._shards[row], lambda: os.open(temporary, _CREATE, 0o600))
+    def _write(self, path: bytes, row: int, buffer: memoryview, booking: Booking) -> Stored:
+        temporary = b"%s/.%s.%d.tmp" % (self._shards[row], self._instance, next(self._numbers))
+        try:
+            fd = os.open(temporary, _CREATE, 0o600)
+        except FileNotFoundError:
+            fd = _with_folder(self._shards[row], lambda: os.open(temporary, _CREATE, 0o600))
         try:
             try:
                 done = os.write(fd, buffer)
@@ -301,7 +318,7 @@ class Folder:
         _unlink(temporary)
         return Stored.PRESENT
 
-    def _replace_torn(self, temporary: str, path: str, row: int, buffer: memoryview, booking: Booking) -> bool:
+    def _replace_torn(self, temporary: bytes, path: bytes, row: int, buffer: memoryview, booking: Booking) -> bool:
         """-> False if the object that has the name is whole.  OSError if it is not ours."""
         try:
             found = os.stat(path, follow_symlinks=False)
@@ -316,7 +333,7 @@ class Folder:
         booking.change(row, -disk_bytes(found.st_size), -1)
         return True
 
-    def _remove(self, path: str, row: int, booking: Booking) -> bool:
+    def _remove(self, path: bytes, row: int, booking: Booking) -> bool:
         try:
             found = os.stat(path, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode):
@@ -327,7 +344,7 @@ class Folder:
         booking.change(row, -disk_bytes(found.st_size), -1)
         return True
 
-    def _put_back(self, target: str, path: str) -> None:
+    def _put_back(self, target: bytes, path: bytes) -> None:
         with contextlib.suppress(FileExistsError):  # yet another good one has come
             os.link(target, path)
         os.unlink(target)
@@ -338,20 +355,21 @@ class Folder:
         if len(by_time) > QUARANTINE_KEEP:
             self.evict(QUARANTINE, by_time[:-QUARANTINE_KEEP], 0)
 
-    def _with_folder(self, folder: str, attempt: Callable[[], T]) -> T:
-        """Folders are made when they are needed, and again when somebody removed them."""
-        try:
-            return attempt()
-        except FileNotFoundError:
-            os.makedirs(folder, 0o700, exist_ok=True)
-            return attempt()
+
+def _with_folder(folder: bytes, attempt: Callable[[], T]) -> T:
+    """Folders are made when they are needed, and again when somebody removed them."""
+    try:
+        return attempt()
+    except FileNotFoundError:
+        make_folder(os.fsdecode(folder))
+        return attempt()
 
 
 def _identity(found: os.stat_result) -> Identity:
     return Identity(found.st_mtime_ns, found.st_ino)
 
 
-def _touch(file: int | str) -> os.stat_result | None:
+def _touch(file: int | bytes) -> os.stat_result | None:
     """Say that it was used.  Whoever may read a file need not be allowed to touch it."""
     with contextlib.suppress(OSError):
         os.utime(file)
@@ -359,7 +377,7 @@ def _touch(file: int | str) -> os.stat_result | None:
     return None
 
 
-def _unlink(path: str) -> bool:
+def _unlink(path: bytes) -> bool:
     try:
         os.unlink(path)
     except FileNotFoundError:

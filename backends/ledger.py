@@ -22,9 +22,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from hicache_actors.backends.locks import lock, try_lock, unlock
+from hicache_actors.backends.posix import lock, make_folder, try_lock, unlock
 
-N_SHARDS: Final = 256
+N_SHARDS: Final = 64
 QUARANTINE: Final = N_SHARDS  #: the row of the quarantine
 N_ROWS: Final = N_SHARDS + 1
 
@@ -140,7 +140,10 @@ class Ledger:
             for row, n_bytes in items[:granted]:
                 ledger[_CHANGES + row] += 1
                 if n_bytes:
-                    self._add(ledger, row, n_bytes, 1, now_ns)
+                    ledger[_BYTES + row] += n_bytes
+                    ledger[_OBJECTS + row] += 1
+                    if ledger[_OLDEST + row] > now_ns:
+                        ledger[_OLDEST + row] = now_ns
         return booking
 
     def settle(self, booking: Booking) -> None:
@@ -240,7 +243,7 @@ class Ledger:
         """Lock the ledger that is there now, which need not be the one of the last call."""
         while True:
             if self._fd < 0:
-                os.makedirs(self._writers, 0o700, exist_ok=True)
+                make_folder(self._writers)
                 self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 found = os.fstat(self._fd)
                 self._inode = found.st_dev, found.st_ino
@@ -262,7 +265,7 @@ class Ledger:
         if self._own_fd >= 0:
             os.close(self._own_fd)
             self._own_fd = -1
-        os.makedirs(self._writers, 0o700, exist_ok=True)
+        make_folder(self._writers)
         path = os.path.join(self._writers, self.instance)
         self._own_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         lock(self._own_fd, _LOCK_TIMEOUT_S)  # the ledger is locked: nobody can have taken it for a dead one's

@@ -16,7 +16,7 @@ from xxhash import xxh32_intdigest
 
 from hicache_actors.backends.ledger import N_SHARDS, NOTHING, QUARANTINE, Counted, disk_bytes
 
-OBJECT: Final = ".kv"
+_OBJECT: Final = ".kv"
 SHARDS: Final = tuple(f"{row:02x}" for row in range(N_SHARDS))
 _KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _TEMPORARY: Final = re.compile(r"\.([0-9a-f]{16})\.[0-9]+\.tmp")
@@ -58,14 +58,14 @@ def is_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def row_of(key: str) -> int:
-    return xxh32_intdigest(key.encode()) & (N_SHARDS - 1)
+def row_of(key: bytes) -> int:
+    return xxh32_intdigest(key) & (N_SHARDS - 1)
 
 
 def key_of(name: str, row: int) -> str | None:
     """The key of a file in shard ``row``; None for a file that is no object of ours, by its name."""
-    key = name.removesuffix(OBJECT)
-    return key if key != name and is_key(key) and row_of(key) == row else None
+    key = name.removesuffix(_OBJECT)
+    return key if key != name and is_key(key) and row_of(key.encode()) == row else None
 
 
 def scan(path: str, row: int, is_alive: Callable[[str], bool]) -> Scan:
