@@ -34,7 +34,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> AnyioBackend:
 
         return virtual_backend(int(seed or 0))
     if name == "uvloop":
-        pytest.importorskip("uvloop")
         return "asyncio", {"use_uvloop": True}
     if name == "asyncio":
         return "asyncio"

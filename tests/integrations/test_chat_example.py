@@ -13,9 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from hicache_actors import Account

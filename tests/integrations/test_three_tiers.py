@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
