@@ -18,7 +18,9 @@ except ImportError as error:
 
 
 class LoadFailed(HiCacheError):
-    """The load under a `PagedCache` failed or took too long.  No token may come of it: release the lease and acquire again."""
+    """The load under a `PagedCache` failed or took too long.  No token may come of it: await the load's verdict, release the lease,
+    and acquire again (until the verdict is agreed a new lease would join the load that is failing).
+    """
 
 
 class LayerLoad(Protocol):
@@ -84,7 +86,7 @@ class _Request:
     def fail(self, layer: int) -> LoadFailed:
         self.failed = (
             f"layer {layer} of the cached prefix did not arrive (failed, or not within {self.timeout_s} s); "
-            "this cache is discarded: release the lease and acquire again"
+            "this cache is discarded: await the verdict, release the lease, acquire again"
         )
         return LoadFailed(self.failed)
 

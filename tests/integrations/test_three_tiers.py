@@ -209,6 +209,7 @@ async def test_no_token_comes_from_a_load_that_fails(setting: Setting, layer: in
         device.fail_next(TransferError("planted"), after=layer, stream="load")
         with pytest.raises(LoadFailed):
             await serve(cache, engine, setting.shadow, a)
+        await cache.pipelines.idle()  # until its verdict is agreed a new lease would join the failing load
         served = await serve(cache, engine, setting.shadow, a)
         assert served.account.device == 0
         logits, answer = replay(engine, setting.shadow, served)
