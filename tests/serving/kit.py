@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,15 @@ from hicache_actors import Config, HiCache, HostConfig, KVTensors, StorageConfig
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
-from hicache_actors.integrations.serving import ScheduleRecorder, ServedModel, ServingConfig, ServingEngine
+from hicache_actors.integrations.serving import (
+    Replayed,
+    ScheduleRecorder,
+    ServedModel,
+    ServingConfig,
+    ServingEngine,
+    replay,
+)
+from hicache_actors.integrations.serving.schedule import Admitted, read_schedule
 from hicache_actors.integrations.transformers import kv_shape_of, model_facts
 from hicache_actors.testing.pools import check_conservation, check_whole
 
@@ -164,3 +173,40 @@ async def reset(cache: HiCache) -> None:
 
 async def answer(engine: ServingEngine, ids: Sequence[int], n: int, **settings: Any) -> list[int]:
     return [token async for token in engine.generate(ids, max_new_tokens=n, **settings)]
+
+
+def replayed(model: Any, path: Path) -> dict[str, Replayed]:
+    """A closed record, computed again without a cache."""
+    served = ServedModel(model, KVTensors.make(kv_shape_of(model, page_size=PAGE_SIZE), 1))
+    try:
+        return replay(path, served)
+    finally:
+        served.detach()
+
+
+class Computed(NamedTuple):
+    """What the passes of one request were, and what they gave."""
+
+    starts: list[int]
+    counts: list[int]
+    sampled: list[int | None]
+    logits: list[int]
+
+
+def computed(path: Path, rid: str) -> Computed:
+    """The record of a request that was admitted once."""
+    found = Computed([], [], [], [])
+    attempt = 0
+    for record in read_schedule(path):
+        if isinstance(record, Admitted):
+            if record.rid == rid:
+                assert not attempt
+                attempt = record.attempt
+        elif attempt in record.attempts:
+            at = record.attempts.index(attempt)
+            found.starts.append(record.starts[at])
+            found.counts.append(len(record.tokens[at]))
+            found.sampled.append(record.sampled[at])
+            found.logits.append(record.logits[at])
+    assert attempt
+    return found

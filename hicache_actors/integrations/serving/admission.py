@@ -125,7 +125,7 @@ class Admission:
         request.lease, request.load, request.attempt = lease, lease.loading, self._attempts
         request.launched_tokens = request.computed_tokens = lease.usable_tokens
         request.committed_pages = lease.usable_tokens // self._page_size
-        request.prefetch = request.last_pass = None
+        request.prefetch = request.last_pass = request.short_since_s = None
         if request.account is None or (request.recompute and not request.new_tokens):
             request.account = lease.account
         request.recompute = False

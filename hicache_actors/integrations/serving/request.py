@@ -44,6 +44,7 @@ class Request:
         self.load: Load | None = None  #: not agreed yet
         self.launched_tokens = self.computed_tokens = self.committed_pages = 0
         self.last_pass: Pass | None = None
+        self.short_since_s: float | None = None  #: it lacks pages that are about to be freed
         self.recompute = False  #: its last load failed
         self.account: Account | None = None
         self.retries = self.preemptions = 0

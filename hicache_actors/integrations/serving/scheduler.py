@@ -9,9 +9,11 @@ its part of the pass: each admission has a number, and a part with an old number
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from hicache_actors.api import HiCache
 from hicache_actors.core.words import Shortfall
@@ -21,6 +23,8 @@ from hicache_actors.integrations.serving.admission import Admission, Watch
 from hicache_actors.integrations.serving.request import Part, Pass, Request
 from hicache_actors.integrations.serving.schedule import ScheduleRecorder
 from hicache_actors.integrations.serving.words import Ending, FinishReason, ServingConfig
+
+_SPARE_S: Final = 0.05  #: how long a sequence sits out for pages that copies under way will free
 
 
 class Scheduler:
@@ -34,11 +38,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.news: list[tuple[Request, list[int], Ending | None]] = []
         self.counts: Counter[str] = Counter()
+        self.looks_again = False  #: the last plan left somebody out who needs no news to be taken in
         self._page_size = cache.page_size
-
-    @property
-    def idle(self) -> bool:
-        return not self.running and not self.admission.waiting
 
     def requests(self) -> list[Request]:
         return [*self.running, *self.admission.waiting]
@@ -48,6 +49,7 @@ class Scheduler:
     def plan(self, under_way: Sequence[Pass]) -> Pass | None:
         """Decide the next pass; None if there is nothing to compute now.  ``under_way``: passes not settled, oldest first."""
         self._look_at_loads()
+        self.looks_again = False
         for request in self.admission.admit(self.running):
             insort(self.running, request, key=lambda other: other.number)
             if request.load is None:
@@ -59,11 +61,12 @@ class Scheduler:
             ready, key=lambda request: request.todo_tokens > 1
         ):  # stable: decoding first, then by age
             if budget and request.attempt and (n_tokens := min(budget, request.todo_tokens)) > 0:
-                if not self._make_room(request, request.launched_tokens + n_tokens, under_way):
+                if not self._make_room(request, request.launched_tokens + n_tokens):
                     continue
                 parts.append(self._part(request, n_tokens))
                 budget -= n_tokens
         parts = [part for part in parts if part.attempt == part.request.attempt]  # the last may have preempted others
+        self.looks_again = self.looks_again or bool(self.admission.waiting)
         if parts:
             return self._launch(parts, under_way)
         return None if under_way or ready else self._plan_over_loads()
@@ -96,24 +99,31 @@ class Scheduler:
         self.counts["computed_tokens"] += sum(part.stop - part.start for part in parts)
         return launched
 
-    def _make_room(self, request: Request, end_tokens: int, under_way: Sequence[Pass]) -> bool:
-        """Pages for tokens [0, ``end_tokens``), if need be those of younger requests -> False: not in this step."""
+    def _make_room(self, request: Request, end_tokens: int) -> bool:
+        """Pages for tokens [0, ``end_tokens``), if need be those of younger requests -> False: not in this step.
+
+        Copies under way may be about to free enough; then the request sits out a few steps before it takes others' pages or
+        gives back its own.  That is no wait for room under pins: those copies need nobody's pages, and it ends after `_SPARE_S`.
+        """
         lease = request.lease
         assert lease is not None
         while end_tokens > lease.capacity_tokens:
             refused = lease.allocate(end_tokens - lease.capacity_tokens)
             if not isinstance(refused, Shortfall):
                 break
-            if refused.freeing_pages and self._draining(under_way):
-                return False  # pages of ours come back when the pass under way ends
+            now_s = time.monotonic()
+            if refused.freeing_pages >= refused.missing_pages:
+                request.short_since_s = request.short_since_s or now_s
+                if now_s - request.short_since_s < _SPARE_S:
+                    self.looks_again = True
+                    return False
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:
                 return False
+            request.short_since_s = now_s
+        request.short_since_s = None
         return True
-
-    def _draining(self, under_way: Sequence[Pass]) -> bool:
-        return any(part.attempt != part.request.attempt for each in under_way for part in each.parts)
 
     def _look_at_loads(self) -> None:
         """Admit to the passes who has been loaded; who has not is released, and computes at the next admission."""

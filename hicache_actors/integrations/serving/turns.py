@@ -151,8 +151,8 @@ class LoopTurns(Turns):
                 if planned is not None and len(self.under_way) < self._depth:
                     await asyncio.sleep(0)
                     continue
-                waits_for_room = self.scheduler.admission.waiting and not self.under_way
-                with anyio.move_on_after(_LOOK_AGAIN_S if waits_for_room or self._close_by_s is not None else None):
+                looks_again = (self.scheduler.looks_again and not self.under_way) or self._close_by_s is not None
+                with anyio.move_on_after(_LOOK_AGAIN_S if looks_again else None):
                     await self._news.wait()
         except asyncio.CancelledError:
             self._break(StoppedError("the engine's task has been cancelled"))
@@ -218,7 +218,7 @@ class StepTurns(Turns):
         """How long to wait for news: of passes, copies, stores and callers."""
         if self._driver.needs_step and not self.under_way:
             return self._driver.pace_s
-        waits = self._driver.needs_step or self.scheduler.admission.waiting or self._close_by_s is not None
+        waits = self._driver.needs_step or self.scheduler.looks_again or self._close_by_s is not None
         return _LOOK_AGAIN_S if waits else None
 
     def _tell(self) -> None:
