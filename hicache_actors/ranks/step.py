@@ -53,7 +53,16 @@ class StepDriver(Driver):
 
     @property
     def needs_step(self) -> bool:
-        """Replicated: while it is true an engine makes (empty) steps."""
+        """While it is true an engine makes (empty) steps.
+
+        Replicated; but on a single rank intents and releases that wait for a step count as well, else an idle engine would never
+        hear of them.  With more ranks they travel with the engine's own broadcast.
+        """
+        alone = self._exchange is exchange_alone
+        return self._needs_round or (alone and bool(self._inbox or self._queued))
+
+    @property
+    def _needs_round(self) -> bool:
         return self.core.needs_step and not self._peers_lost
 
     @property
@@ -63,7 +72,7 @@ class StepDriver(Driver):
     @property
     def pace_s(self) -> float:
         """How long the next `begin_step` would wait for local news; only time depends on it."""
-        if not self._idle or not self.needs_step or self._queued or self._inbox:
+        if not self._idle or not self._needs_round or self._queued or self._inbox:
             return 0.0
         if any(entry is not None and entry[0].has_news for entry in self._under_way):
             return 0.0
@@ -98,7 +107,7 @@ class StepDriver(Driver):
             raise UsageError("end_step without begin_step")
         effects = self._take_effects()
         self._open = False
-        self._under_way.append(self._issue() if self.needs_step else None)
+        self._under_way.append(self._issue() if self._needs_round else None)
         if effects:
             self._execute(effects)
 

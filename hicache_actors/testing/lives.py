@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 import anyio
 
+from hicache_actors.api import HiCache
 from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import StoppedError, TransferError
 from hicache_actors.handles import Lease
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 FETCH_S: Final = 1.0  #: deadline of a request's fetch
 PATIENCE_S: Final = 30.0  #: of a request, for room and for loads that end well
+_AFTER_THE_LAST_S: Final = 1e-6
+_last_end_s: weakref.WeakKeyDictionary[HiCache, float] = weakref.WeakKeyDictionary()
 LIFE_PAGES: Final = 6  #: of the prompt of `live`
 
 
@@ -62,7 +66,11 @@ class Forward:
         self._pages, self._start = tuple(lease.pages), lease.usable_tokens
 
     def launch(self, after_s: float) -> None:
-        asyncio.get_running_loop().call_later(after_s, self._run)
+        """Passes end in the order of their launches, as on one stream: a later one may read what an earlier one writes."""
+        loop = asyncio.get_running_loop()
+        end_s = max(loop.time() + after_s, _last_end_s.get(self._small.cache, 0.0) + _AFTER_THE_LAST_S)
+        _last_end_s[self._small.cache] = end_s
+        loop.call_at(end_s, self._run)
 
     def _run(self) -> None:
         try:
