@@ -24,7 +24,7 @@ from hicache_actors.core import Core, Usage
 from hicache_actors.core.words import Match
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, TransferError, UsageError
-from hicache_actors.handles import Lease, Prefetch, check_rid
+from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.report import SizingReport
@@ -35,12 +35,13 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
+from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
 from hicache_actors.tiers.device import DeviceSnapshot
 from hicache_actors.tiers.host import HostSnapshot
 from hicache_actors.tiers.storage import StorageSnapshot
 
 T = TypeVar("T")
-State: TypeAlias = Literal["open", "degraded", "closing", "closed"]
+State: TypeAlias = Literal["open", "degraded", "disabled", "closing", "closed"]
 
 _IDLE_STEP_S: Final = 0.005  #: between the steps that a closing cache makes by itself
 
@@ -56,7 +57,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What the cache is doing, at one instant.
 
     ``counts``: decisions of Core by name, ``flows``: what has moved, by direction; both since the cache was opened.  ``loop_lag``:
-    how late the event loop has woken a sampler.
+    how late the event loop has woken a sampler.  ``shadow``: None unless the cache runs in shadow mode.
     """
 
     state: State
@@ -72,6 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     system: SystemSnapshot
     workers: tuple[WorkersSnapshot, ...]
     open_jobs: int
+    shadow: ShadowSnapshot | None
 
 
 class HiCache:
@@ -140,8 +142,10 @@ class HiCache:
         return self._parts.kv
 
     def match(self, prompt: Prompt) -> Match:
-        """What is cached of ``prompt``.  Never changes anything."""
+        """What is cached of ``prompt``; nothing in shadow mode, where it is of no use.  Never changes anything."""
         self.driver.check_owner()
+        if self._parts.shadow is not None:
+            return Match(0, 0, 0)
         try:
             return self.core.match(prompt)
         except Exception as error:
@@ -152,12 +156,14 @@ class HiCache:
         """Pin what the device has of ``prompt``, ready or loading.  ``rid`` names the request, once at a time."""
         self._check_open()
         check_rid(rid)
-        return self.driver.decide(lambda core: Lease(self, core.lease(prompt, rid, priority), prompt))
+        return self.driver.decide(self._admission(prompt, rid, priority).lease)
 
     def prefetch(self, prompt: Prompt, rid: str, *, deadline_s: float | None = None, priority: int = 0) -> Prefetch:
         """Bring what the host lacks of ``prompt`` from storage, if the missing span is worth it."""
         self._check_open()
         check_rid(rid)
+        if self._parts.shadow is not None:
+            rid = cached_rid(rid)
 
         def prefetch(core: Core) -> Prefetch:
             job = core.prefetch(prompt, rid, deadline_s, priority)
@@ -203,7 +209,7 @@ class HiCache:
         self._check_open()
         name = f"request-{next(self._rids)}" if rid is None else rid
         check_rid(name)
-        return _Acquire(self, prompt, name, deadline_s, priority)
+        return _Acquire(self, self._admission(prompt, name, priority), deadline_s)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
@@ -232,6 +238,8 @@ class HiCache:
             return "closed"
         if self._closing:
             return "closing"
+        if self._parts.disabled is not None:
+            return "disabled"
         return "degraded" if self.core.degraded or not self.driver.alive else "open"
 
     def snapshot(self) -> Snapshot:
@@ -251,6 +259,7 @@ class HiCache:
             system=parts.system.snapshot(),
             workers=tuple(workers.snapshot() for workers in (parts.workers, parts.io_workers, parts.forward_workers)),
             open_jobs=parts.pipelines.open_jobs,
+            shadow=None if parts.shadow is None else parts.shadow.usage(),
         )
 
     # -- for handles and tests -----------------------------------------------------------------------------------------
@@ -279,6 +288,12 @@ class HiCache:
         return self.pipelines.open_job(job)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _admission(self, prompt: Prompt, rid: str, priority: int) -> Admission:
+        shadow = self._parts.shadow
+        if shadow is None:
+            return Admission(self, prompt, rid, priority)
+        return ShadowAdmission(self, prompt, rid, priority, shadow)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -393,17 +408,16 @@ class HiCache:
 class _Acquire:
     """`HiCache.acquire`: one intent in Core, and no way to leave it that keeps a pin."""
 
-    def __init__(self, cache: HiCache, prompt: Prompt, rid: str, deadline_s: float | None, priority: int) -> None:
-        self._cache, self._prompt, self._rid = cache, prompt, rid
-        self._deadline_s, self._priority = deadline_s, priority
+    def __init__(self, cache: HiCache, admission: Admission, deadline_s: float | None) -> None:
+        self._cache, self._admission, self._deadline_s = cache, admission, deadline_s
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
         self._lease = await self._cache._ask(
-            lambda core: core.acquire(self._prompt, self._rid, self._deadline_s, self._priority),
-            lambda core_lease: Lease(self._cache, core_lease, self._prompt),
-            Core.cancel_acquire,
-            give_back=Lease.release,
+            lambda core: self._admission.ask(core, self._deadline_s),
+            self._admission.answer,
+            self._admission.cancel,
+            give_back=lambda lease: lease.release(),
         )
         return self._lease
 

@@ -31,6 +31,8 @@ from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver
 from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
+from hicache_actors.shadow_mode import Shadow
+from hicache_actors.switches import why_disabled
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import StorageTier
@@ -51,11 +53,12 @@ class Parts:
         io_workers: Workers,
         driver: DriverKind,
         report: SizingReport,
+        disabled: str | None,
     ) -> None:
         self.config, self.kv, self.memory, self.device, self.backend = config, kv, memory, device, backend
-        self.report = report
+        self.report, self.disabled = report, disabled
         self.log = bind_log(part="cache")
-        self.core = Core(_core_config(config, kv, memory, storage=backend is not None))
+        self.core = Core(_core_config(config, kv, memory, storage=backend is not None, enabled=disabled is None))
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
@@ -77,6 +80,7 @@ class Parts:
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)
+        self.shadow = Shadow(self.system, self.workers, kv) if config.shadow and disabled is None else None
 
     async def start(self) -> None:
         """Raises what a backend raises when it is opened; nothing is left running then."""
@@ -93,6 +97,8 @@ class Parts:
             await self.system.start(self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
             self._sampler = self.system.spawn("loop_lag", self.loop_lag.run)
+        if self.disabled is not None:
+            self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
 
     async def stop(self) -> None:
@@ -191,12 +197,17 @@ def build(
         )
     tensors = kv if kv is not None else _own_tensors(config)
     _check_kv(config, tensors)
+    disabled = why_disabled(config)
     io_workers = Workers("storage", config.storage.read_concurrency + config.storage.write_concurrency)
+    layout = SlotLayout(tensors.shape, config.host.layout, config.host.header_bytes)
+    if disabled is not None:
+        report = sizing_report(config, tensors.shape, device_pages=tensors.pages)
+        memory, chosen = HostMemory(layout, 1), device or open_device(str(tensors.device))
+        return Parts(config, tensors, memory, chosen, None, io_workers, driver, report, disabled)
     if config.storage.url is not None:
         backend = open_backend(config.storage.url, io_workers)
     if backend is not None:
         namespace_of(config, tensors.shape)  # a missing fact is refused before memory is taken
-    layout = SlotLayout(tensors.shape, config.host.layout, config.host.header_bytes)
     budget = host_budget(
         layout,
         tensors.pages,
@@ -216,7 +227,7 @@ def build(
     )
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
-    return Parts(config, tensors, memory, chosen, backend, io_workers, driver, report)
+    return Parts(config, tensors, memory, chosen, backend, io_workers, driver, report, disabled)
 
 
 def namespace_of(config: Config, shape: KVShape) -> Namespace:
@@ -275,14 +286,15 @@ def _check_kv(config: Config, kv: KVTensors) -> None:
         )
 
 
-def _core_config(config: Config, kv: KVTensors, memory: HostMemory, *, storage: bool) -> CoreConfig:
+def _core_config(config: Config, kv: KVTensors, memory: HostMemory, *, storage: bool, enabled: bool) -> CoreConfig:
     return CoreConfig(
         page_size=config.page_size,
         device_pages=kv.pages,
-        host_pages=memory.slots,
+        host_pages=memory.slots if enabled else 0,
         write_policy=config.write_policy,
         eviction=config.eviction,
         storage=storage,
+        enabled=enabled,
         prefetch_threshold_tokens=config.storage.prefetch_threshold_tokens,
         prefetch_policy=config.storage.prefetch_policy,
     )

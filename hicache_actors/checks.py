@@ -40,6 +40,11 @@ def not_negative(field: str, value: object, unit: str) -> None:
         raise ConfigError(field, value, "negative", allowed=f"0 or more {unit}", fix="use 0 or a positive number")
 
 
+def flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(field, value, "neither true nor false", allowed=("True", "False"), fix="write a bool")
+
+
 def text(field: str, value: object, *, fix: str) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(field, value, "not a non-empty text", allowed="a non-empty text", fix=fix)

@@ -20,7 +20,17 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 
-from hicache_actors.checks import choice, count, not_negative, optional_count, optional_text, positive, text, whole
+from hicache_actors.checks import (
+    choice,
+    count,
+    flag,
+    not_negative,
+    optional_count,
+    optional_text,
+    positive,
+    text,
+    whole,
+)
 from hicache_actors.errors import ConfigError
 
 WritePolicy: TypeAlias = Literal["write_through"]
@@ -250,6 +260,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
     """Limits of copy jobs."""
 
+    enabled: bool = True
+    """False: slots are handed out and taken back, and nothing is cached, stored or read.  HICACHE_DISABLED=1 in the
+    environment does the same.  Default: True."""
+
+    shadow: bool = False
+    """True: what the cache has is loaded and compared with what the engine computes, and nobody is served by it.  Takes
+    device pages for both.  Default: False."""
+
     close_timeout_s: float = 5.0
     """Time for each stage of closing.  What has not ended then is left, its memory kept mapped, and named.  Default: 5
     s."""
@@ -268,6 +286,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         count("page_size", self.page_size, "tokens")
         choice("write_policy", self.write_policy, WRITE_POLICIES)
         choice("eviction", self.eviction, EVICTIONS)
+        flag("enabled", self.enabled)
+        flag("shadow", self.shadow)
         positive("close_timeout_s", self.close_timeout_s, "seconds")
         if self.storage.url is not None:
             self._check_storage()

@@ -272,6 +272,28 @@ class Lease:
         return Load(self._inside, self._loads, self._lease.usable_tokens)
 
 
+class Admission:
+    """How a request gets its lease."""
+
+    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int) -> None:
+        self.inside, self.prompt, self.rid, self.priority = inside, prompt, rid, priority
+
+    def lease(self, core: Core) -> Lease:
+        """At once, with what the device has.  In a section."""
+        return Lease(self.inside, core.lease(self.prompt, self.rid, self.priority), self.prompt)
+
+    def ask(self, core: Core, deadline_s: float | None) -> int:
+        """Later, with what can be had -> a waiter whose answer goes to `answer`.  In a section."""
+        return core.acquire(self.prompt, self.rid, deadline_s, self.priority)
+
+    def answer(self, core_lease: CoreLease) -> Lease:
+        return Lease(self.inside, core_lease, self.prompt)
+
+    def cancel(self, core: Core, waiter: int) -> None:
+        """The caller has gone.  In a section; idempotent."""
+        core.cancel_acquire(waiter)
+
+
 class Prefetch:
     """A fetch from storage to host that is under way for a request, or was not worth starting."""
 

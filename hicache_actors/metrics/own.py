@@ -80,6 +80,13 @@ def _storage_pages(at: Snapshot) -> list[Sample]:
     )
 
 
+def _shadow(at: Snapshot) -> list[Sample]:
+    shadow = at.shadow
+    if shadow is None:
+        return []
+    return by({"equal": shadow.equal_pages, "different": shadow.different_pages, "unchecked": shadow.unchecked_pages})
+
+
 def _queues(at: Snapshot) -> Iterator[Sample]:
     for actor in at.system.actors:
         yield (actor.name, "control"), actor.control_depth
@@ -199,6 +206,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         lambda at: () if at.storage is None else one(at.storage.open_calls),
     ),
     # -- inside
+    counter(
+        "hicache_shadow_pages_total",
+        "Shadow mode: cached pages that were computed again, by what comparing them gave.",
+        _shadow,
+        "verdict",
+    ),
     gauge(
         "hicache_state",
         "1 for the state that the cache is in.",

@@ -42,6 +42,8 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("page_size", 64.0, "1 or more tokens", "int"),
     ("write_policy", "write_thru", "'write_through'", "did you mean 'write_through'?"),
     ("eviction", "random", "'lru'", "use 'lru'"),
+    ("enabled", "no", "True", "bool"),
+    ("shadow", 1, "True", "bool"),
     ("close_timeout_s", 0, "more than 0 seconds", "positive"),
     ("model", "toy", "ModelFacts", "Config.from_dict"),
     ("shape", SHAPE, "ShapeConfig", "Config.from_dict"),
