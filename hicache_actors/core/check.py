@@ -16,7 +16,7 @@ import zlib
 from collections import Counter
 
 from hicache_actors.core.fetch import Fetches, PrefetchJob
-from hicache_actors.core.node import NOWHERE, PLACES, SAVING, STORED, WAITING, Node
+from hicache_actors.core.node import NOWHERE, PLACES, SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.pins import Pin
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import State
@@ -140,6 +140,7 @@ def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
                 assert job.phase is Phase.RUN, "filled by a job that has ended"
         if node.stored == SAVING:
             assert node.at[HOST].locks, "saved without a pin"
+        assert state.storage or node.stored == UNSTORED, "stored nowhere"
         if node.stored == WAITING:
             assert node.at[HOST].state == READY, "waits for a retry, but is not on the host"
             scope, key = state.tree.scope_of(node), state.tree.path_tokens(node)
@@ -180,6 +181,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         ],
         [(retry.due_ms, retry.start, retry.stop, retry.tries) for retry in saving.retries],
         list(state.tree.hints.items()),
+        (state.storage, state.storage_epoch, [node.tag for node in state.backlog]),
         [(waiter, acquire.rid, acquire.job) for waiter, acquire in waiting.acquires.items()],
         list(waiting.stores),
         list(waiting.drains),

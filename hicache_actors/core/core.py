@@ -5,8 +5,8 @@ Three inputs change it: an engine call, an agreed completion, the agreed clock (
 ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py`).
 
 Where things are decided: walking and splitting in `tree`, eviction in `state.make_room` and `order`, pins and failed residencies in
-`pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back and backup in `saving`,
-waiters in `waiting`.
+`pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back and backup in `saving`, what
+a new store lacks in `backlog`, waiters in `waiting`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from hicache_actors.core import check as _check
 from hicache_actors.core import usage as _usage
+from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
@@ -48,6 +49,7 @@ class Core:
         self.config = config
         self.state = State(config)
         self._saving = Saving(self.state)
+        self._backlog = Backlog(self.state, self._saving)
         self._fetches = Fetches(self.state)
         self._loads = Loads(self.state)
         self._leases = Leases(self.state, self._loads, self._fetches)
@@ -89,6 +91,7 @@ class Core:
                 state.close(job)
         if not state.degraded:
             self._saving.retry_due()
+            self._backlog.work_off()
         self._waiting.settle_acquires()
         for intent in intents:
             intent(self)
@@ -119,8 +122,9 @@ class Core:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has something to do (a retry; the rest of a reset: now), or None."""
-        return self.state.now_ms if self.state.tree.has_garbage else self._saving.next_due_ms
+        """When the agreed clock has something to do (a retry, more of a backlog; the rest of a reset: now), or None."""
+        now = self.state.tree.has_garbage or self._backlog.ready
+        return self.state.now_ms if now else self._saving.next_due_ms
 
     @property
     def page_size(self) -> int:
@@ -268,6 +272,15 @@ class Core:
         """
         self._forget_all("reset")
         self.state.note(Note.RESET, self.state.epoch)
+
+    def set_storage(self, attached: bool) -> None:
+        """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
+
+        Nothing counts as stored any more, O(nodes).  With a store, what the host holds is backed up, paths from their roots, one
+        job at a time.  Open storage jobs run on at the store that they began with: what they bring is published, what they save
+        does not count.
+        """
+        self._backlog.set_storage(attached)
 
     def degrade(self) -> None:
         """Give up caching for good: as `reset`, and open jobs are settled with 0 (their slots wait for RELEASED)."""

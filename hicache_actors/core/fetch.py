@@ -52,6 +52,7 @@ class PrefetchJob(Job):
     def __init__(self, fetches: Fetches, tokens: Tokens, start: int, stop: int) -> None:
         super().__init__(Phase.HIT, fetches.state.epoch)
         self.fetches, self.start, self.stop = fetches, start, stop
+        self.storage_epoch = fetches.state.storage_epoch
         self.tokens = tokens
         self.key = tokens.packed[: stop * fetches.state.tree.page_bytes]
         self.rids: dict[str, None] = {}
@@ -88,7 +89,7 @@ class Fetches:
     def open(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> int | None:
         """Open a prefetch, or join the one that fetches the first missing page -> job; None (counted) if there is nothing to do."""
         state = self.state
-        if state.degraded or not state.config.storage:
+        if state.degraded or not state.storage:
             self._declined(rid, 0, "degraded" if state.degraded else state.config.no_storage_reason)
             return None
         stop = state.pages_asked(tokens)
@@ -194,7 +195,7 @@ class Fetches:
         state = self.state
         least = state.config.threshold_pages
         hit = job.hit = min(hit, job.stop - job.start)
-        if job.epoch == state.epoch and hit > 0:
+        if job.epoch == state.epoch and job.storage_epoch == state.storage_epoch and hit > 0:
             node, page = self._reached(job.tokens, job.start)
             if page == job.start == node.end:
                 state.tree.hint(node, job.key, page, job.start + hit)
@@ -267,12 +268,15 @@ class Fetches:
                 slots = job.slots[(begin - job.start) * SLOT_BYTES : (page - job.start) * SLOT_BYTES]
                 if child.at[HOST].state == ABSENT:
                     tree.put(child, HOST, slots, READY)
-                    tree.set_stored(child, STORED)
+                    if job.storage_epoch == self.state.storage_epoch:
+                        tree.set_stored(child, STORED)
+                    elif self.state.storage:
+                        self.state.backlog.append(child)
                 else:
                     left.append(slots)
             node = child
         tree.touch(node)
-        if goal < job.start + job.hit:
+        if goal < job.start + job.hit and job.storage_epoch == self.state.storage_epoch:
             tree.hint(node, key, goal, job.start + job.hit)
         self.state.want_host(node, job.tokens)
         return left

@@ -93,12 +93,14 @@ class BackupJob(_SavingJob):
     def __init__(self, saving: Saving) -> None:
         super().__init__(saving)
         self.paths: list[Path] = []
+        self.storage_epoch = saving.state.storage_epoch
 
     def effect(self) -> StartBackup:
         return StartBackup(self.id, b"".join(self.sources), tuple(self.paths))
 
     def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
-        self.saving.stored(part, good, bad)
+        if self.storage_epoch == self.saving.state.storage_epoch:
+            self.saving.stored(part, good, bad)
 
 
 class Retry:
@@ -210,13 +212,16 @@ class Saving:
         if bad:
             state.count("write_back_failed_pages", bad[-1].end - state.tree.start(bad[0]))
             state.pins.lose(HOST, bad)
-        if good and state.config.storage:
-            self._want_stored(good[-1], part.tokens)
+        if good and state.storage:
+            self.want_stored(good[-1], part.tokens)
 
     # -- host to storage ----------------------------------------------------------------------------------------------------
 
-    def _want_stored(self, tail: Node, tokens: Tokens | None) -> None:
-        """Back up the path to ``tail`` from its first page that is on the host and not stored, so that no hole is left."""
+    def want_stored(self, tail: Node, tokens: Tokens | None) -> int:
+        """Back up the path to ``tail`` from its first page that is on the host and not stored, so that no hole is left.
+
+        -> the job that saves what this section wants saved, 0 if that is nothing.
+        """
         run: list[Node] = []
         for node in self.state.tree.path(tail, 0):
             if node.stored in (STORED, SAVING):
@@ -227,6 +232,7 @@ class Saving:
             else:
                 break
         self._back_up(run, tokens, 0)
+        return 0 if self._backup is None else self._backup.id
 
     def _back_up(self, run: list[Node], tokens: Tokens | None, tries: int) -> None:
         if not run:
@@ -302,18 +308,37 @@ class Saving:
     # -- section ------------------------------------------------------------------------------------------------------------
 
     def end_section(self) -> None:
-        for job in (self._write_back, self._backup):
-            if job is not None:
-                self.state.effects.append(job.effect())
-        self._write_back = self._backup = None
+        if self._write_back is not None:
+            self.state.effects.append(self._write_back.effect())
+            self._write_back = None
+        self.end_backup()
+
+    def end_backup(self) -> None:
+        """Nothing more is added to the backup of this section."""
+        if self._backup is not None:
+            self.state.effects.append(self._backup.effect())
+            self._backup = None
 
     def forget(self) -> None:
-        """Reset: nothing is retried."""
+        """Reset: nothing is retried, and nothing that is on the host is left to be looked at."""
         self.retries.clear()
+        self.state.backlog.clear()
+
+    @property
+    def troubled(self) -> bool:
+        """A backup has failed, and its retry has not been answered yet."""
+        return bool(self.retries) or any(
+            isinstance(job, BackupJob) and job.phase is not Phase.LIMBO and any(part.tries for part in job.ranges)
+            for job in self.state.jobs.open.values()
+        )
 
     @property
     def idle(self) -> bool:
-        """No write-back, backup or retry is open."""
-        return not self.retries and not any(
-            isinstance(job, _SavingJob) and job.phase is not Phase.LIMBO for job in self.state.jobs.open.values()
+        """No write-back, backup or retry is open, and no backlog is left."""
+        return (
+            not self.retries
+            and not self.state.backlog
+            and not any(
+                isinstance(job, _SavingJob) and job.phase is not Phase.LIMBO for job in self.state.jobs.open.values()
+            )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class Note(enum.IntEnum):
     RESET = 16
     DEGRADE = 17
     ACQUIRE = 18
+    STORAGE = 19
 
 
 class State:
@@ -65,6 +67,9 @@ class State:
         self.now_ms = 0
         self.epoch = 0
         self.degraded = False
+        self.storage = config.storage  # is a store attached?
+        self.storage_epoch = 0  # how often that has changed: what is STORED was stored in this one
+        self.backlog: deque[Node] = deque()  # maybe on the host and not in the store: to be looked at
         self.log_digest = 0
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}

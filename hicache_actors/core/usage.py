@@ -29,7 +29,8 @@ class TierUsage(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted.
 
-    ``staged_pages`` are host pages in the hands of prefetches.  ``served`` is the sum of the accounts of all leases that have
+    ``staged_pages`` are host pages in the hands of prefetches.  ``backlog_nodes``: since a store was attached, how many nodes are
+    still to be looked at for pages to back up.  ``served`` is the sum of the accounts of all leases that have
     computed and ended (``served_leases``); ``returned_leases`` ended before they computed anything.
     """
 
@@ -41,6 +42,7 @@ class Usage(msgspec.Struct, frozen=True):
     leases: int
     jobs: Mapping[str, int]
     retries: int
+    backlog_nodes: int
     pending_acquires: int
     staged_pages: int
     served: Account
@@ -74,6 +76,7 @@ def usage(state: State, staged_pages: int, retries: int, pending_acquires: int) 
         leases=len(state.leases),
         jobs=dict(Counter(f"{job.kind}.{job.phase.name.lower()}" for job in state.jobs.open.values())),
         retries=retries,
+        backlog_nodes=len(state.backlog),
         pending_acquires=pending_acquires,
         staged_pages=staged_pages,
         served=state.totals.account(),

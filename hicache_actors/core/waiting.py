@@ -158,8 +158,8 @@ class Waiting:
 
     @property
     def needs_clock(self) -> bool:
-        """`stored` or `drained` waits for a retry."""
-        return bool(self.saving.retries) and bool(self.stores or self.drains)
+        """`stored` or `drained` waits for a retry, or for the backlog."""
+        return bool(self.saving.retries or self.state.backlog) and bool(self.stores or self.drains)
 
     def cancel(self, waiter: int) -> object:
         """Drop a waiter of `stored` or `drained` -> its answer as of now; None for an unknown id."""
@@ -192,7 +192,7 @@ class Waiting:
         state, tree = self.state, self.state.tree
         if state.config.write_policy == "none":
             return 0
-        return tree.pages - (tree.stored_pages if state.config.storage else tree.resident[HOST])
+        return tree.pages - (tree.stored_pages if state.storage else tree.resident[HOST])
 
     def _stored_now(self, entry: Stores) -> tuple[int, str | None]:
         """-> (tokens of the acknowledged leading run, why not more: None if that is all, "pending" if more may come)."""
@@ -220,7 +220,7 @@ class Waiting:
             return stop * state.page, None
         if state.degraded:
             reason = "degraded"
-        elif not state.config.storage:
+        elif not state.storage:
             reason = "no_storage"
         elif reason is None:
             reason = "evicted" if entry.whole else "not_committed"
@@ -230,4 +230,5 @@ class Waiting:
         """Why a node in the tree is not stored: still under way, or given up."""
         host = node.at[HOST]
         under_way = node.stored in (SAVING, WAITING) or host.state == FILLING or (unproven and host.state != READY)
+        under_way = under_way or (bool(self.state.backlog) and host.state == READY)
         return "pending" if under_way else "given_up"

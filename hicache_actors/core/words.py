@@ -227,6 +227,25 @@ class Wake(msgspec.Struct, frozen=True):
     value: object
 
 
+class UseStorage(msgspec.Struct, frozen=True):
+    """Storage jobs started from here on are about the store that has been made ready (``attached``), or there will be none.
+
+    Those started before go on at the store that they began with.
+    """
+
+    attached: bool
+
+
 Effect: TypeAlias = (
-    StartPrefetch | StartLoad | StartWriteBack | StartBackup | StartDrain | Grant | Settled | StopJob | Forget | Wake
+    StartPrefetch
+    | StartLoad
+    | StartWriteBack
+    | StartBackup
+    | StartDrain
+    | Grant
+    | Settled
+    | StopJob
+    | Forget
+    | Wake
+    | UseStorage
 )

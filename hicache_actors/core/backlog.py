@@ -1,0 +1,67 @@
+"""The backlog: what is on the host when a store is attached, and not in it.
+
+It is backed up by the jobs that save what is computed, paths from their roots, at most one job of the backlog at a time, and none
+while a failed backup is not made good.
+"""
+
+from __future__ import annotations
+
+from hicache_actors.core.node import SAVING, UNSTORED
+from hicache_actors.core.saving import Saving
+from hicache_actors.core.state import Note, State
+from hicache_actors.core.words import HOST, READY, Phase, UseStorage
+
+_JOB_PAGES = 256  # four batches
+_APPLY_NODES = 4096
+
+
+class Backlog:
+    """The nodes are in ``state.backlog``; those that have left the tree or been saved meanwhile are passed over."""
+
+    def __init__(self, state: State, saving: Saving) -> None:
+        self.state, self.saving = state, saving
+        self._job = 0  # that saves the last pages
+
+    def set_storage(self, attached: bool) -> None:
+        """See `Core.set_storage`.  What this section wanted saved goes to the old store still."""
+        state, tree = self.state, self.state.tree
+        self.saving.end_backup()
+        self.saving.retries.clear()
+        for node in tree.table.values():
+            node.stored = UNSTORED
+        tree.stored_pages = 0
+        tree.hints.clear()
+        state.storage = attached
+        state.storage_epoch += 1
+        state.backlog.clear()
+        if attached and not state.degraded:
+            on_host = (node for node in tree.table.values() if node.at[HOST].state == READY)
+            state.backlog.extend(sorted(on_host, key=lambda node: node.end))  # what most prompts share comes first
+        state.changed = True
+        state.note(Note.STORAGE, state.storage_epoch, attached)
+        state.effects.append(UseStorage(attached))
+        self.work_off()
+
+    def work_off(self) -> None:
+        """In apply: back up the next pages."""
+        state = self.state
+        if not self.ready:
+            return
+        pages = 0
+        for _ in range(_APPLY_NODES):
+            if not state.backlog or pages >= _JOB_PAGES:
+                break
+            node = state.backlog.popleft()
+            if node.tag and node.stored == UNSTORED and node.at[HOST].state == READY:
+                self._job = self.saving.want_stored(node, None) or self._job
+                pages += (node.stored == SAVING) * (node.end - state.tree.start(node))
+        state.changed = True
+
+    @property
+    def ready(self) -> bool:
+        """There is work for the next apply, and the end of no job will bring it."""
+        state = self.state
+        if not state.backlog or state.degraded or self.saving.troubled:
+            return False
+        job = state.jobs.open.get(self._job)
+        return job is None or job.phase is Phase.LIMBO
