@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hicache_actors.backends.registry import open_backend as open_backend
     from hicache_actors.backends.wrappers import Faulty as Faulty
     from hicache_actors.backends.wrappers import Hanging as Hanging
+    from hicache_actors.backends.wrappers import Logging as Logging
     from hicache_actors.backends.wrappers import Slow as Slow
 
 _HOME = {
@@ -24,6 +25,7 @@ _HOME = {
     "Faulty": "wrappers",
     "FileBackend": "file",
     "Hanging": "wrappers",
+    "Logging": "wrappers",
     "MemoryBackend": "memory",
     "Slow": "wrappers",
     "Stored": "backend",

@@ -1,6 +1,7 @@
-"""Backends that misbehave on purpose, around any backend: for tests, and for trying a deployment before it goes wrong.
+"""Wrappers around any backend: three that misbehave on purpose, for tests and for trying a deployment before it goes wrong, and one
+that tells what passes.
 
-All three are deterministic: by seed, by schedule, or by hand.
+The three are deterministic: by seed, by schedule, or by hand.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import enum
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.runtime.observation import bind_log
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
 
+T = TypeVar("T")
 Verb: TypeAlias = Literal["exists", "read", "write"]
 
 
@@ -276,3 +279,74 @@ class Hanging(Wrapper):
                 await waiter.wait()
         finally:
             self.hung -= 1
+
+
+class Logging(Wrapper):
+    """One line a call, at debug, when it has ended: verb, objects, bytes, seconds, outcome.  What it passes on is unchanged.
+
+    ``log``: a structlog logger; by default that of the package, which follows the embedder's configuration.  Keys are not logged.
+    """
+
+    def __init__(self, inner: Backend, log: Any = None) -> None:
+        super().__init__(inner)
+        self._log = log or bind_log(backend=type(inner).__name__)
+
+    async def open(self) -> None:
+        await self._logged("open", self.inner.open(), lambda _: "done")
+
+    async def close(self) -> None:
+        await self._logged("close", self.inner.close(), lambda _: "done")
+
+    async def exists(self, keys: Sequence[str]) -> int:
+        return await self._logged("exists", self.inner.exists(keys), lambda run: f"{run} stored", len(keys))
+
+    async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
+        reading = self.inner.read(keys, buffers)
+        return await self._logged("read", reading, lambda found: f"{sum(found)} found", len(keys), buffers)
+
+    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
+        writing = self.inner.write(keys, buffers)
+        return await self._logged("write", writing, _tally, len(keys), buffers)
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        return await self._logged("delete", self.inner.delete(keys), lambda n: f"{n} deleted", len(keys))
+
+    async def quarantine(self, key: str) -> bool:
+        return await self._logged(
+            "quarantine", self.inner.quarantine(key), lambda there: "done" if there else "absent", 1
+        )
+
+    async def clear(self) -> None:
+        await self._logged("clear", self.inner.clear(), lambda _: "done")
+
+    async def _logged(
+        self,
+        verb: str,
+        call: Awaitable[T],
+        outcome: Callable[[T], str],
+        objects: int = 0,
+        buffers: Sequence[memoryview] = (),
+    ) -> T:
+        begun_s = anyio.current_time()
+        said = "cancelled"
+        try:
+            answer = await call
+            said = outcome(answer)
+            return answer
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._log.debug(
+                "storage_call",
+                verb=verb,
+                objects=objects,
+                bytes=sum(map(len, buffers)),
+                seconds=round(anyio.current_time() - begun_s, 6),
+                outcome=said,
+            )
+
+
+def _tally(outcomes: Sequence[Stored]) -> str:
+    counts = Counter(Stored(outcome).name.lower() for outcome in outcomes)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "nothing"

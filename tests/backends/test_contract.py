@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import pytest
 
-from hicache_actors.backends import Backend, Faulty, FileBackend, Hanging, MemoryBackend, Slow, Stored
+from hicache_actors.backends import Backend, Faulty, FileBackend, Hanging, Logging, MemoryBackend, Slow, Stored
 from hicache_actors.backends.memory import _named_stores
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract
@@ -87,6 +87,11 @@ class TestReleasedHangingFile(TestFile):
         hanging = Hanging(await super().make(), ("exists", "read", "write"))
         hanging.release()
         return hanging
+
+
+class TestLoggedFile(TestFile):
+    async def make(self) -> Backend:
+        return Logging(await super().make())
 
 
 def on(anyio_backend: str) -> pytest.MarkDecorator:
