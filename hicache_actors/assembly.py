@@ -190,7 +190,13 @@ def build(
 ) -> Parts:
     """Raises `ConfigError` for parts that do not fit together."""
     if driver not in ("auto", "step"):
-        raise ConfigError("driver", driver, "unknown driver", allowed=("auto", "step"))
+        raise ConfigError(
+            "driver",
+            driver,
+            "unknown driver",
+            allowed=("auto", "step"),
+            fix="'auto' for requests on the loop, 'step' for an engine that makes steps",
+        )
     if backend is not None and config.storage.url is not None:
         raise ConfigError(
             "storage.url", config.storage.url, "a backend was given as well", fix="leave the URL out, or the backend"

@@ -39,15 +39,29 @@ class KVShape(msgspec.Struct, frozen=True):
         for field in ("layers", "heads", "head_dim", "page_size"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"shape.{field}", value, "is not a count", allowed="integers >= 1")
+                raise ConfigError(
+                    f"shape.{field}",
+                    value,
+                    "is not a count",
+                    allowed="integers >= 1",
+                    fix="take it from the model's config",
+                )
         if self.kv not in (1, 2):
-            raise ConfigError("shape.kv", self.kv, "unknown", allowed="2 (K and V), 1 (MLA)")
+            raise ConfigError(
+                "shape.kv", self.kv, "unknown", allowed="2 (K and V), 1 (MLA)", fix="count the KV tensors of a layer"
+            )
         if self.kv == 1 and self.heads != 1:
             raise ConfigError(
                 "shape.heads", self.heads, "MLA keeps one latent row a token", allowed="1", fix="set heads to 1"
             )
         if self.dtype not in ITEM_BYTES:
-            raise ConfigError("shape.dtype", self.dtype, "unknown", allowed=ITEM_BYTES)
+            raise ConfigError(
+                "shape.dtype",
+                self.dtype,
+                "unknown",
+                allowed=ITEM_BYTES,
+                fix="name the element type of the KV as torch does",
+            )
 
     @property
     def item_bytes(self) -> int:

@@ -76,7 +76,8 @@ async def test_a_damaged_file_is_a_miss(anyio_backend: object, damage: str, tmp_
 
         await _check_damage(small, spoil, damage)
         assert len(_files(tmp_path, "objects/*/*.kv")) == PAGES
-        assert len(_files(tmp_path, "quarantine/*.bad")) == 1
+        if damage != "empty":  # then there is nothing to look at later
+            assert len(_files(tmp_path, "quarantine/*.bad")) == 1
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -201,7 +201,7 @@ def test_drain_and_stored_in_step_mode_need_no_other_work(seed: int) -> None:
                     await cache.reset()
                     async with cache.acquire(prompt(2)) as lease:
                         assert lease.usable_tokens == 0
-                    while cache.core.usage().leases:
+                    while cache.core.usage().leases:  # noqa: ASYNC110
                         await anyio.sleep(0.001)
                 assert not cache.needs_step
                 group.cancel_scope.cancel()
