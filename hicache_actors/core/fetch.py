@@ -206,7 +206,7 @@ class Fetches:
         if job.epoch != state.epoch:
             return self._decline(job, "reset")
         if hit < least:
-            return self._decline(job, "below_threshold")
+            return self._decline(job, "below_threshold" if hit else "not_cached")
         if pages >= least and not state.make_room(HOST, pages):
             pages = state.pools[HOST].free
         if pages < least:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _PREFETCH_REFUSALS: Final = (
     "below_threshold",
+    "not_cached",
     "host_capacity",
     "stopped",
     "reset",
