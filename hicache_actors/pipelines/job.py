@@ -95,8 +95,10 @@ class OpenJob:
     # -- what Core decided ---------------------------------------------------------------------------------------------
 
     def grant(self, slots: Slots) -> None:
-        """These host slots are given to the agreed hit."""
-        self._grant_future().set_result(slots)
+        """These host slots are given to the agreed hit; if its pipeline has died meanwhile, nobody takes them."""
+        future = self._grant_future()
+        if not future.done():
+            future.set_result(slots)
 
     def settle(self, pages: int) -> None:
         """RESULT is agreed (0 if a prefetch was declined at HIT): wake who waits for it."""

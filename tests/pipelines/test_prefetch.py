@@ -9,10 +9,12 @@ import anyio
 import msgspec
 import pytest
 
+from hicache_actors import HiCacheError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Slow
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.lives import reference_token, request, run_checked
+from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import Small, open_small, prompt, small_config
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
@@ -197,5 +199,46 @@ def test_a_fetch_that_is_stopped_by_all_who_wanted_it_ends_between_batches(seed:
             await small.cache.pipelines.idle()  # the read that was under way has ended
             assert small.cache.core.usage().host.limbo_pages == 0
             assert small.cache.match(prompt(LONG)).host == 4 * 2 * BATCH_PAGES
+
+    run_checked(main, seed)
+
+
+@SEEDS
+@pytest.mark.parametrize("steps_before", range(1, 7))
+def test_a_grant_may_come_when_its_pipeline_is_dead(steps_before: int, seed: int | None) -> None:
+    """In step mode a round may be under way, with its HIT, when the task group dies: the grant is agreed all the same."""
+
+    async def body() -> None:
+        store = await _stored(prompt(8))
+        async with open_small(backend=store, driver="step", check_pools=False) as small:
+            cache = small.cache
+
+            async def bug() -> None:
+                raise KeyError("planted")
+
+            await cache.begin_step_async()
+            handle = cache.prefetch(prompt(8), "r")
+            for _ in range(steps_before):
+                cache.end_step()
+                await anyio.sleep(0.01)
+                await cache.begin_step_async()
+            cache.end_step()
+            cache._parts.system.spawn("bug", bug)
+            await anyio.sleep(0.01)
+            while cache.needs_step:
+                await cache.begin_step_async()
+                cache.end_step()
+                await anyio.sleep(0.001)
+            assert cache.state == "degraded"
+            assert handle.settled
+            assert cache.pipelines.open_jobs == 0
+            await cache.begin_step_async()
+            cache.core.reset()
+            cache.end_step()
+            check_whole(cache.core)
+
+    async def main() -> None:
+        with pytest.raises(HiCacheError, match="planted"):
+            await body()
 
     run_checked(main, seed)
