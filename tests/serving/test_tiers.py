@@ -59,9 +59,7 @@ async def test_reloaded_pages_give_the_bits_of_live_ones(family: str, tmp_path: 
 
 @pytest.mark.parametrize("driver", ["auto", "step"])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_replay_without_a_cache_gives_the_same_logits(
-    family: str, driver: DriverKind, tmp_path: Path
-) -> None:
+async def test_a_replay_without_a_cache_gives_the_same_logits(family: str, driver: DriverKind, tmp_path: Path) -> None:
     model = model_of(family)
     texts: dict[str, list[int]] = {}
     with ScheduleRecorder(tmp_path / "schedule") as record:
