@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 
+from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.fetch import Fetches, PrefetchJob
 from hicache_actors.core.node import NOWHERE, PLACES, SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.pins import Pin
@@ -150,7 +151,7 @@ def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
 # -- digest -----------------------------------------------------------------------------------------------------------------
 
 
-def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waiting) -> int:
+def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waiting, blocks: Blocks) -> int:
     """32 bits over everything that may influence a later decision."""
 
     def pin_facts(pin: Pin) -> tuple[object, ...]:
@@ -185,6 +186,11 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         [(waiter, acquire.rid, acquire.job) for waiter, acquire in waiting.acquires.items()],
         list(waiting.stores),
         list(waiting.drains),
+        [
+            (rid, look.found_pages, look.fetch_job, look.may_fetch, [pin.uid for pin in look.pins])
+            for rid, look in blocks.looks.items()
+        ],
+        (state.news.loads, state.news.saves, state.news.ended),
         fetches.staged_pages,
         state.now_ms,
         state.epoch,

@@ -10,6 +10,7 @@ from hicache_actors.core.order import ORDERS
 from hicache_actors.errors import ConfigError
 
 WritePolicy = Literal["write_through", "none"]
+SlotOwner = Literal["owned", "engine"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
@@ -34,6 +35,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     table_slots: int = 64
     table_rows: int = 64
     enabled: bool = True
+    slots: SlotOwner = "owned"
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -50,10 +52,18 @@ class CoreConfig(msgspec.Struct, frozen=True):
         for field, allowed in (
             ("write_policy", get_args(WritePolicy)),
             ("eviction", tuple(ORDERS)),
+            ("slots", get_args(SlotOwner)),
             ("prefetch_policy", get_args(PrefetchPolicy)),
         ):
             if getattr(self, field) not in allowed:
                 raise ConfigError(field, getattr(self, field), "unknown", allowed=allowed)
+        if self.slots == "engine" and self.write_policy != "write_through":
+            raise ConfigError(
+                "write_policy",
+                self.write_policy,
+                "an engine that owns its blocks decides what is saved",
+                allowed=("write_through",),
+            )
         if any(delay <= 0 for delay in self.retry_delays_s):
             raise ConfigError("retry_delays_s", self.retry_delays_s, "a delay must be positive")
 

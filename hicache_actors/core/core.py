@@ -6,22 +6,24 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 
 Where things are decided: walking and splitting in `tree`, eviction in `state.make_room` and `order`, pins and failed residencies in
 `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back and backup in `saving`, what
-a new store lacks in `backlog`, waiters in `waiting`.
+a new store lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in `waiting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hicache_actors.core import check as _check
 from hicache_actors.core import usage as _usage
 from hicache_actors.core.backlog import Backlog
+from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
 from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
+from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State
@@ -40,6 +42,7 @@ from hicache_actors.core.words import (
     Tokens,
     decode_result,
 )
+from hicache_actors.errors import UsageError
 
 
 class Core:
@@ -53,7 +56,9 @@ class Core:
         self._fetches = Fetches(self.state)
         self._loads = Loads(self.state)
         self._leases = Leases(self.state, self._loads, self._fetches)
+        self._blocks = Blocks(self.state, self._fetches, self._loads, self._leases, self._saving)
         self._waiting = Waiting(self.state, self._leases, self._fetches, self._saving)
+        self.news = NOTHING_NEW  #: what the last apply has named, and the section before it
 
     # -- sections -----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +76,7 @@ class Core:
         has left that phase, or has ended, is dropped.
         """
         state = self.state
+        self.news = NOTHING_NEW
         if not alive:
             self.degrade()
         state.now_ms = max(state.now_ms, now_ms)
@@ -95,11 +101,13 @@ class Core:
         self._waiting.settle_acquires()
         for intent in intents:
             intent(self)
+        self.news = state.news.take()
 
     def end_section(self) -> None:
         """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
         self._waiting.settle_acquires()
         self._saving.end_section()
+        self._blocks.end_section()
         self._leases.end_section()
         self._waiting.end_section()
         if self.state.tree.has_garbage:
@@ -117,8 +125,10 @@ class Core:
 
     @property
     def needs_step(self) -> bool:
-        """Rounds must go on: a job is open, or somebody waits for a retry, which only the agreed clock brings.  Replicated."""
-        return bool(self.state.jobs.open) or self._waiting.needs_clock
+        """Rounds must go on: a job is open, something is still to be named, or somebody waits for a retry, which only the agreed
+        clock brings.  Replicated.
+        """
+        return bool(self.state.jobs.open) or self._waiting.needs_clock or self._blocks.needs_step
 
     @property
     def next_due_ms(self) -> int | None:
@@ -170,6 +180,7 @@ class Core:
 
         :raises UsageError: ``rid`` has a lease or a pending acquire already.
         """
+        self._check_owned()
         self._waiting.check_free(rid)
         return self._leases.lease(tokens, rid, priority, blank=blank)
 
@@ -219,6 +230,45 @@ class Core:
         self._leases.release(lease, after)
         self._waiting.on_release(lease)
 
+    # -- blocks of the engine's own: ``slots="engine"`` ---------------------------------------------------------------------
+
+    def lookup(self, tokens: Tokens, rid: str, computed_tokens: int = 0) -> int | None:
+        """Tokens of the prompt beyond ``computed_tokens`` that the host holds, pinned until `finish`; may be asked again.
+
+        None: a fetch is under way, ask again.  One token is always left to compute.
+
+        :raises UsageError: ``computed_tokens`` is not a multiple of the page size within the prompt.
+        """
+        return self._blocks.lookup(tokens, rid, computed_tokens)
+
+    def load_into(
+        self, rid: str, pages: Sequence[int], first_token: int, after: object | None = None
+    ) -> tuple[str, int] | Shortfall:
+        """Copy what `lookup` has found, from ``first_token`` on, into blocks ``pages`` once ``after`` has fired -> (id, job).
+
+        The blocks are the engine's again when the id has been named ended.  A `Shortfall` ("reset", "load_failed": what was found
+        has gone since; "degraded") has taken none of them.
+
+        :raises UsageError: no lookup, beyond what it found, not the start of a page, or no such block.
+        """
+        return self._blocks.load_into(rid, pages, first_token, after)
+
+    def save_from(
+        self, tokens: Tokens, rid: str, pages: Sequence[int], first_token: int, after: object | None = None
+    ) -> str:
+        """Save what the host lacks of whole pages that blocks ``pages`` hold from ``first_token`` on, once ``after`` has fired.
+
+        -> id; the blocks are the engine's again when it has been named ended, also those that needed no copy.  Give all pages from
+        token 0: if the host has lost what is before ``first_token``, nothing is saved ("gap").
+
+        :raises UsageError: not the start of a page, more than the prompt's whole pages, or no such block.
+        """
+        return self._blocks.save_from(tokens, rid, pages, first_token, after)
+
+    def finish(self, rid: str, after: object | None = None) -> None:
+        """End what `lookup` has pinned, at once or when ``after`` has fired.  Idempotent; loads and saves run on."""
+        self._blocks.finish(rid, after)
+
     # -- storage ------------------------------------------------------------------------------------------------------------
 
     def prefetch(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int | None:
@@ -241,6 +291,7 @@ class Core:
 
         :raises UsageError: ``rid`` has a lease or a pending acquire.
         """
+        self._check_owned()
         return self._waiting.acquire(tokens, rid, deadline_s, priority)
 
     def cancel_acquire(self, waiter: int) -> None:
@@ -288,7 +339,7 @@ class Core:
         if state.degraded:
             return
         state.degraded = True
-        owners = [lease.pin for lease in state.leases.values()]
+        owners = [lease.pin for lease in state.leases.values()] + self._blocks.pins
         owners += [pin for job in state.jobs.open.values() for pin in job.pins]
         state.pins.keep_only(owners)  # a bug may have cut off an end, or a beginning
         self._forget_all("degraded")
@@ -302,6 +353,10 @@ class Core:
             else:
                 state.to_limbo(job)
         state.note(Note.DEGRADE)
+
+    def _check_owned(self) -> None:
+        if self.state.engine_owned:
+            raise UsageError("the engine owns its blocks here: lookup, load_into, save_from and finish, no leases")
 
     def _forget_all(self, failure: Failure) -> None:
         state = self.state
@@ -334,7 +389,7 @@ class Core:
 
     def state_digest(self) -> int:
         """Digest of the whole state, O(state): for tests.  `log_digest` is what travels."""
-        return _check.state_digest(self.state, self._saving, self._fetches, self._waiting)
+        return _check.state_digest(self.state, self._saving, self._fetches, self._waiting, self._blocks)
 
     def check(self) -> None:
         """Recompute every invariant, O(state): for tests.  AssertionError names the broken one."""

@@ -6,11 +6,14 @@ pages     0 ............ usable ............ done ............ len(pages)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.node import Node
+from hicache_actors.core.pins import Pin
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import (
     ABSENT,
@@ -38,9 +41,9 @@ class DrainJob(Job):
         super().__init__(Phase.LIMBO, epoch)
         self.events: dict[int, object] = {}
 
-    def take(self, lease: CoreLease, events: list[object]) -> None:
-        self.pins.append(lease.pin)
-        self.slots += lease.private_slots()
+    def take(self, pins: Iterable[Pin], slots: Slots, events: Iterable[object]) -> None:
+        self.pins += pins
+        self.slots += slots
         self.events.update((id(event), event) for event in events)
 
     def effect(self) -> StartDrain:
@@ -272,16 +275,20 @@ class Leases:
         events = lease.events if after is None else [*lease.events, after]
         if lease.holds:
             job = self._new_drain()
-            job.take(lease, [*events, *lease.holds])
+            job.take([lease.pin], lease.private_slots(), [*events, *lease.holds])
             state.effects.append(job.effect())
         elif events:  # their presence counts, not whether they have fired: that is local
-            if self._drain is None:
-                self._drain = self._new_drain()
-            self._drain.take(lease, events)
+            self.drain([lease.pin], events, lease.private_slots())
         else:
             state.pins.unpin([lease.pin])
             state.pools[DEVICE].give(lease.private_slots())
         state.note(Note.RELEASE, len(lease.pages), state.text(lease.rid))
+
+    def drain(self, pins: Iterable[Pin], events: Iterable[object], slots: Slots = b"") -> None:
+        """This section's drain job keeps ``pins`` and ``slots`` until all ``events`` have fired."""
+        if self._drain is None:
+            self._drain = self._new_drain()
+        self._drain.take(pins, slots, events)
 
     def _new_drain(self) -> DrainJob:
         job = DrainJob(self.state.epoch)

@@ -6,6 +6,7 @@ The verdict belongs to the load, not to the lease: it is filed here until everyb
 from __future__ import annotations
 
 from hicache_actors.core.jobs import Job
+from hicache_actors.core.news import LoadEnd
 from hicache_actors.core.node import Node
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import (
@@ -13,12 +14,15 @@ from hicache_actors.core.words import (
     FILLING,
     HOST,
     READY,
+    SLOT_BYTES,
     Failure,
     LoadResult,
     Phase,
     Settled,
     Shortfall,
+    Slots,
     StartLoad,
+    unpack_slots,
 )
 
 
@@ -30,6 +34,7 @@ class LoadJob(Job):
     def __init__(self, loads: Loads, start: int, pages: int) -> None:
         super().__init__(Phase.RUN, loads.state.epoch)
         self.loads, self.start, self.pages = loads, start, pages
+        self.target: Slots = b""
 
     def on_result(self, pages: int, sound: bool) -> None:
         self.loads.settle(self, min(pages, self.pages), sound)
@@ -69,7 +74,8 @@ class Loads:
             begin = tree.start(node) - start
             tree.put(node, DEVICE, slots[4 * begin : 4 * (node.end - start)], FILLING, job.id)
         job.pins = [source, pins.pin(DEVICE, tail)]
-        self.verdicts[job.id] = _Verdict()
+        job.target = slots
+        self.expect(job.id)
         state.effects.append(StartLoad(job.id, rid, b"".join([node.at[HOST].slots for node in nodes]), slots))
         state.note(Note.LOAD, job.id, start, need)
         return job.id
@@ -135,14 +141,25 @@ class Loads:
     # -- verdicts -----------------------------------------------------------------------------------------------------------
 
     def verdict(self, job: LoadJob, result: LoadResult) -> None:
-        verdict = self.verdicts.get(job.id)
+        self.answer(job.id, result)
+        waiting = [lease for lease in self.state.leases.values() if job.id in lease.loads]
+        for lease in waiting:
+            if lease.failed is None and all(map(self.settled, lease.loads)):
+                lease.ready_tokens = lease.usable_tokens
+        good = max(0, result.valid_tokens // self.state.page - job.start) if result.failed else job.pages
+        rids = tuple(lease.rid for lease in waiting)
+        failed_pages = tuple(unpack_slots(job.target[good * SLOT_BYTES :]))
+        self.state.news.loads.append(LoadEnd(f"load-{job.id}", rids, result, failed_pages))
+
+    def expect(self, job_id: int) -> None:
+        """A load that has been opened will have a verdict."""
+        self.verdicts[job_id] = _Verdict()
+
+    def answer(self, job_id: int, result: LoadResult) -> None:
+        verdict = self.verdicts.get(job_id)
         if verdict is not None:
             verdict.result = result
-        for lease in self.state.leases.values():
-            if job.id in lease.loads and lease.failed is None and all(map(self.settled, lease.loads)):
-                lease.ready_tokens = lease.usable_tokens
-        if verdict is not None:
-            self._drop_unasked(job.id, verdict)
+            self._drop_unasked(job_id, verdict)
 
     def hold(self, job_id: int) -> None:
         """One more lease waits for this load; each drops it with `forget`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.jobs import Job, Jobs
+from hicache_actors.core.news import News
 from hicache_actors.core.node import PLACES, TIERS, UNSTORED, WAITING, Node
 from hicache_actors.core.order import ORDERS
 from hicache_actors.core.pins import Pins
@@ -47,6 +48,10 @@ class Note(enum.IntEnum):
     DEGRADE = 17
     ACQUIRE = 18
     STORAGE = 19
+    LOOKUP = 30
+    SAVE = 31
+    FINISH = 32
+    ROOM = 33
 
 
 class State:
@@ -55,13 +60,14 @@ class State:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.page = config.page_size
-        self.pools = tuple(
-            Pool(TIER_NAMES[place % TIERS], (config.device_pages, config.host_pages)[place % TIERS]) for place in PLACES
-        )
+        self.engine_owned = config.slots == "engine"  # then no page is resident on the device
+        totals = (0 if self.engine_owned else config.device_pages, config.host_pages)
+        self.pools = tuple(Pool(TIER_NAMES[place % TIERS], totals[place % TIERS]) for place in PLACES)
         self.tree = Tree(config.page_size, tuple(ORDERS[config.eviction]() for _ in PLACES))
         self.pins = Pins(self.tree, self.pools)
         self.jobs = Jobs(config.table_slots, config.table_rows)
         self.effects: list[Effect] = []
+        self.news = News()
         self.counts: dict[str, int] = {}
         self.totals = Totals()
         self.now_ms = 0
