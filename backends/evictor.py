@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hicache_actors.backends.folder import Folder
-from hicache_actors.backends.ledger import NEW, NOTHING, QUARANTINE, STALE
+from hicache_actors.backends.ledger import NEW, NOTHING, QUARANTINE, STALE, disk_bytes
 from hicache_actors.backends.posix import try_lock
 from hicache_actors.backends.shards import Item, Scan
 
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One bounded piece of eviction: ``excess_bytes`` must still go; ``exhausted``: there is nothing left that could."""
+    """One bounded piece of eviction: ``excess_bytes`` must still go; ``exhausted``: not even all that is left would do."""
 
     excess_bytes: int
     exhausted: bool
@@ -66,6 +66,8 @@ class Evictor:
 
     def elect(self) -> bool:
         """Become the one evictor of the folder, unless somebody else is."""
+        if self._lock_fd >= 0:
+            return True
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             elected = try_lock(fd)
@@ -93,13 +95,16 @@ class Evictor:
             if not excess_bytes:
                 break
             lowest, second = self._two_oldest()
-            if lowest is None:
+            usage = ledger.usage
+            in_vain = not ledger.uncounted and excess_bytes > usage.bytes + usage.quarantine_bytes
+            if lowest is None or in_vain:
                 return Step(excess_bytes, True, objects, n_bytes)
             now_ns = time.time_ns()
             items = check(self._folder, lowest).scan.items
             excess_bytes = ledger.excess(wanted_bytes)
             if not items:
                 self._barren.add(lowest)
+            if not items or ledger.uncounted:  # count first: what must go is known only then
                 continue
             victims = self._choose(lowest, items, excess_bytes, second)
             if victims:
@@ -133,5 +138,5 @@ class Evictor:
             if excess_bytes <= 0 or (n_victims >= share and item.identity.mtime_ns > others_oldest_ns):
                 break
             n_victims += 1
-            excess_bytes -= item.n_bytes
+            excess_bytes -= disk_bytes(item.n_bytes)
         return items[:n_victims]

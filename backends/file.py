@@ -36,7 +36,9 @@ _NO_SUCH_FOLDER: Final = _FINAL | {errno.ENOENT, errno.EEXIST, errno.ENOLCK, err
 
 _ROWS_PER_HOP: Final = 16  # scans of a shard before a worker thread is free for others again
 _CHECK_EVERY_S: Final = 1.0
+_COUNT_AT_OPEN: Final = 20_000  # objects are counted anew; more than that are taken as the ledger has them
 _ELECTION_S: Final = 2.0
+_ROOM_S: Final = 5.0
 _ELECTION_POLL_S: Final = 0.01
 _SLACK_PART: Final = 64  # of the cap is freed at once, and
 _SLACK_BYTES: Final = 2**30  # at most so much
@@ -78,7 +80,8 @@ class FileBackend(Backend):
         except OSError as error:
             raise self._refusal(error) from error
         with self._errors("open"):
-            await self._check(await self._admin(unchecked, self._folder))
+            few = self._folder.ledger.usage.objects <= _COUNT_AT_OPEN
+            await self._check(range(N_ROWS) if few else await self._admin(unchecked, self._folder))
         self._next_check_s = anyio.current_time() + _CHECK_EVERY_S
 
     async def close(self) -> None:
@@ -161,7 +164,8 @@ class FileBackend(Backend):
     async def _write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[Stored], OSError | None]:
         """Write, make room for what did not fit, and write that; what still does not fit is refused."""
         outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers)
-        while left:
+        until_s = anyio.current_time() + _ROOM_S
+        while left and anyio.current_time() < until_s:  # other writers may be faster than we
             done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)
             wanted_bytes = self._fitting([disk_bytes(len(buffers[i])) for i in left], done_bytes)
             if not wanted_bytes or not await self._make_room(wanted_bytes):
@@ -172,8 +176,6 @@ class FileBackend(Backend):
             for i, outcome in zip(left, again.outcomes, strict=True):
                 outcomes[i] = outcome
             error = again.error or error
-            if len(again.no_room) == len(left):
-                break  # others were faster
             left = [left[i] for i in again.no_room]
         self._counts["refused"] += len(left)
         return outcomes, error
@@ -189,41 +191,41 @@ class FileBackend(Backend):
         return wanted_bytes
 
     async def _make_room(self, wanted_bytes: int) -> bool:
-        """Evict until there is room, as the one evictor of the folder; while another process is, wait for its work."""
-        slack_bytes = min((self.options.limits.max_bytes or 0) // _SLACK_PART, _SLACK_BYTES)
+        """Evict until there is room, as the one evictor of the folder, or wait for the work of who is.
+
+        -> False if there is nothing left to evict, or the evictor hangs.  After True others may still have been faster.
+        """
+        until_s = anyio.current_time() + _ELECTION_S
         try:
             async with self._evicting:
-                if not await self._admin(self._folder.ledger.excess, wanted_bytes):
-                    return True
-                if not await self._elected(wanted_bytes):
-                    return not await self._admin(self._folder.ledger.excess, wanted_bytes)
-                try:
-                    await self._evict(max(wanted_bytes, slack_bytes))
-                finally:
-                    self._evictor.resign()
-                return not await self._admin(self._folder.ledger.excess, wanted_bytes)
+                while await self._admin(self._folder.ledger.excess, wanted_bytes):
+                    if await self._admin(self._evictor.elect):
+                        try:
+                            return await self._evict(wanted_bytes)
+                        finally:
+                            self._evictor.resign()
+                    if anyio.current_time() > until_s:
+                        return False
+                    await anyio.sleep(_ELECTION_POLL_S)
+                return True
         except OSError as error:
             self._note("evict", 1, error, fatal=False)
             return False
 
-    async def _elected(self, wanted_bytes: int) -> bool:
-        with anyio.move_on_after(_ELECTION_S):
-            while not await self._admin(self._evictor.elect):
-                if not await self._admin(self._folder.ledger.excess, wanted_bytes):
-                    return False
-                await anyio.sleep(_ELECTION_POLL_S)
-            return True
-        return False
-
-    async def _evict(self, wanted_bytes: int) -> None:
+    async def _evict(self, wanted_bytes: int) -> bool:
+        """A bounded piece of work per hop.  Goes on beyond what is wanted, so that the next batches find room."""
+        slack_bytes = min((self.options.limits.max_bytes or 0) // _SLACK_PART, _SLACK_BYTES)
         fruitless = 0
         while fruitless * _ROWS_PER_HOP < 2 * N_ROWS:
-            step = await self._admin(self._evictor.free, wanted_bytes, _ROWS_PER_HOP)
+            step = await self._admin(self._evictor.free, max(wanted_bytes, slack_bytes), _ROWS_PER_HOP)
             self._counts["evicted"] += step.objects
             self._counts["evicted_bytes"] += step.bytes
-            if not step.excess_bytes or step.exhausted:
-                return
+            if not step.excess_bytes:
+                return True
+            if step.exhausted:
+                break
             fruitless = 0 if step.objects else fruitless + 1
+        return not await self._admin(self._folder.ledger.excess, wanted_bytes)
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
