@@ -18,11 +18,12 @@ from typing import TypeVar, get_args
 import msgspec
 
 from hicache_actors.core import Core, CoreConfig
-from hicache_actors.core.config import PrefetchPolicy
+from hicache_actors.core.config import PrefetchPolicy, SlotOwner
 from hicache_actors.core.words import TIER_NAMES, Effect, Wake
 from hicache_actors.errors import PeerError, TransferError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import AutoDriver, Board, Driver, Pending, Round, RoundVector, StepDriver
+from hicache_actors.testing.block_script import BlockScript
 from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family_scope, family_tokens
 from hicache_actors.testing.world import SimWorld, page_keys
@@ -55,6 +56,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
     kill_step: int | None = None  #: after this step the last rank's movers are dead
     check_every: int = 1  #: steps between two `check()`s
     auto: bool = False  #: one rank with the auto driver
+    slots: SlotOwner = "owned"  #: "engine": the script is one of an engine that owns its blocks
     prefetch_policy: PrefetchPolicy | None = None  #: None: it changes with the seed
     faults: Faults = Faults()
 
@@ -67,7 +69,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
                 for name in names
                 if getattr(given, name) != getattr(usual, name)
             ]
-        return " ".join(parts + ["--auto"] * self.auto)
+        return " ".join(parts + ["--auto"] * self.auto + ["--slots engine"] * (self.slots == "engine"))
 
     def core_config(self) -> CoreConfig:
         return CoreConfig(
@@ -79,6 +81,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
             retry_delays_s=(0.2, 0.4, 0.8),
             table_slots=self.table_slots,
             table_rows=self.table_rows,
+            slots=self.slots,
         )
 
 
@@ -145,7 +148,7 @@ class TwinRank:
             faults=options.faults,
             on_wake=self._wake,
         )
-        self.script: TwinScript
+        self.script: TwinScript | BlockScript
         self.effects: list[Effect] = []  #: of the last section
 
     def execute(self, effects: list[Effect]) -> None:
@@ -211,7 +214,10 @@ class Twins:
                 vector=make_vector(rank) if make_vector else RoundVector(options.table_slots, options.table_rows),
                 wait_news=lambda _: None,  # time is virtual
             )
-            rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+            if options.slots == "engine":
+                rank.script = BlockScript(options.seed, rank.core, rank.world, driver.section)
+            else:
+                rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
             if attach is not None:
                 attach(rank)
             self.ranks.append(rank)
@@ -363,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hicache_actors.testing.twins", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="run this many seeds, from --seed on")
     parser.add_argument("--auto", action="store_true", help="one rank with the auto driver")
+    parser.add_argument("--slots", choices=get_args(SlotOwner), default=_DEFAULTS.slots, help="who owns the device slots")
     for name in _NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULTS, name))
     for name in _FAULTS:
