@@ -21,7 +21,7 @@ from hicache_actors.assembly import DriverKind, Parts, build
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
-from hicache_actors.core.words import Match
+from hicache_actors.core.words import Match, Slots
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, TransferError, UsageError
 from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
@@ -231,6 +231,10 @@ class HiCache:
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Tell ``observer`` of every batch that has moved and every commit -> a function that ends it."""
         return self.movers.observe(observer)
+
+    def host_objects(self, slots: Slots) -> list[memoryview]:
+        """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots."""
+        return self._parts.host_tier.objects(slots)
 
     @property
     def state(self) -> State:

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 # example -> (arguments, a text that its output must hold)
 EXAMPLES: dict[str, tuple[list[str], str]] = {
+    "custom_tier.py": (["--prompts", "4"], "mirrored 54 of 54 pages"),
     "quickstart.py": (["--prompt-tokens", "200"], "reused tokens with wrong bytes: 0"),
+    "restart_warm.py": (["--prompts", "3"], "every byte as it was"),
+    "step_engine.py": (["--requests", "12"], "reused tokens with wrong bytes: 0"),
 }
 
 # chat.py runs with a toy model in tests/integrations, with more to look at; smollm2.py converts its weights in `make demo`.
