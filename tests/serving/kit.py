@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import pytest
 
 pytest.importorskip("transformers")
@@ -182,6 +184,13 @@ def replayed(model: Any, path: Path) -> dict[str, Replayed]:
         return replay(path, served)
     finally:
         served.detach()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Let the loop turn until something holds that nobody announces."""
+    with anyio.fail_after(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.0005)
 
 
 class Computed(NamedTuple):

@@ -27,7 +27,7 @@ from hicache_actors.integrations.transformers import kv_shape_of
 from hicache_actors.keys.scope import Scope
 from hicache_actors.memory.kv import KVTensors
 
-from .kit import PAGE_SIZE, answer, model_of, serving, tokens
+from .kit import PAGE_SIZE, answer, eventually, model_of, serving, tokens
 
 DRIVERS = ("auto", "step")
 
@@ -53,6 +53,9 @@ class Gated:
 
     def open(self) -> None:
         self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
 
 
 async def until(event: threading.Event) -> None:
@@ -104,7 +107,7 @@ async def test_bad_requests_are_refused_before_anything_happens() -> None:
 
 
 def test_settings_that_cannot_be_honoured_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_running = 9.*max_step_tokens = 8"):
+    with pytest.raises(ConfigError, match=r"max_running = 9.*max_step_tokens = 8"):
         ServingConfig(max_running=9, max_step_tokens=8)
     with pytest.raises(ConfigError, match="max_waiting = 0"):
         ServingConfig(max_waiting=0)
@@ -162,23 +165,31 @@ async def test_a_draw_depends_on_its_seed_and_position_alone(driver: DriverKind)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-async def test_leaving_a_stream_ends_its_request(driver: DriverKind) -> None:
+@pytest.mark.parametrize("how", ["break", "drop", "cancel"])
+async def test_leaving_a_stream_ends_its_request(driver: DriverKind, how: str) -> None:
     async with serving(model_of("llama"), pages=64, driver=driver) as s:
-        async for _ in s.engine.generate(tokens(1, 12), max_new_tokens=200, rid="left"):
-            break
-        generation = submitted(s.engine, tokens(2, 12), 200, rid="dropped")
-        assert await anext(generation) >= 0
-        del generation
-        gc.collect()
-        reader = asyncio.ensure_future(answer(s.engine, tokens(3, 12), 200, rid="cancelled"))
-        while s.engine.snapshot().generated_tokens < 3:
-            await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        while s.engine.snapshot().aborted < 3:
-            await asyncio.sleep(0.001)
+        gate = Gated(s.served)
+        gate.open()
+        if how == "break":
+            async for _ in s.engine.generate(tokens(1, 12), max_new_tokens=400):
+                gate.shut()  # it shall not come to its end meanwhile
+                break
+        elif how == "drop":
+            generation = submitted(s.engine, tokens(2, 12), 400)
+            await anext(generation)
+            gate.shut()
+            del generation
+            gc.collect()
+        else:
+            reader = asyncio.ensure_future(answer(s.engine, tokens(3, 12), 400))
+            await eventually(lambda: s.engine.snapshot().generated_tokens > 0)
+            gate.shut()
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+        await eventually(lambda: s.engine.snapshot().aborted == 1)
         assert s.engine.snapshot().running == 0
+        gate.open()
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Fault, Faulty, at_random
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 
-from .kit import Serving, answer, model_of, replayed, serving, tokens
+from .kit import Serving, answer, eventually, model_of, replayed, serving, tokens
 
 DRIVERS = ("auto", "step")
 
@@ -57,8 +56,7 @@ async def test_no_token_comes_before_the_verdict(driver: DriverKind) -> None:
         gate = s.device.gate("load")
         gate.allow(1)
         generation = submitted(s.engine, tokens(1, 44), 8, "gated")
-        while not s.engine.snapshot().steps_in_flight:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: s.engine.snapshot().steps_in_flight > 0)
         assert generation.ending is None  # layer 0 has been read, layer 1 is waited for
         # Somebody who needs nothing of it is served once that pass is over; the gated one gives no token before it.
         assert s.engine.snapshot().running == 1
@@ -88,8 +86,7 @@ async def test_an_abort_during_a_load_takes_nothing_along(driver: DriverKind) ->
         await evict(s)
         gate = s.device.gate("load")
         generation = submitted(s.engine, tokens(1, 44), 8, "gated")
-        while not s.engine.snapshot().running:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: s.engine.snapshot().running > 0)
         generation.abort()
         assert (await generation.finished()).reason == "aborted"
         gate.open()
