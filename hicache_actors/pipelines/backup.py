@@ -15,7 +15,7 @@ from hicache_actors.core.words import StartBackup
 from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.transfer.batch import Batch
 
 
@@ -55,7 +55,8 @@ class _Save:
                 self._job.hold_task(sealing)  # it writes headers into the slots
                 if not await self._movers.storage.outcome(sealing, False):
                     return
-                await sender.send(batch)
+                if not await hand_on(sender, batch):
+                    return
 
     async def _store(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
         async with receiver:

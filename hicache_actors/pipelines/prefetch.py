@@ -15,7 +15,7 @@ from hicache_actors.core.words import StartPrefetch
 from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.transfer.batch import Batch
 
@@ -69,7 +69,8 @@ class _Fetch:
             for number in range(len(self._batches)):
                 if number >= self._end:
                     return
-                await sender.send(number)
+                if not await hand_on(sender, number):
+                    return
 
     async def _read(self, receiver: Receiver[int]) -> None:
         async with receiver:

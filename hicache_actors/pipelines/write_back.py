@@ -15,7 +15,7 @@ from hicache_actors.cuda_ext.device import Ticket
 from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.runtime import Receiver, Sender, channel
+from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.device import CopyEnded, SubmitWriteBack
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.transfer.batch import Batch
@@ -53,7 +53,8 @@ class _Copy:
             for batch in self._movers.batches(self._start.target):
                 ticket = self._movers.device.call(SubmitWriteBack(self._plan, batch.number))
                 self._job.hold(ticket)
-                await sender.send((batch, ticket))
+                if not await hand_on(sender, (batch, ticket)):
+                    return
 
     async def _collect(self, receiver: Receiver[tuple[Batch, Ticket]], stages: anyio.CancelScope) -> None:
         async with receiver:

@@ -4,7 +4,7 @@ Public: users write their own tiers and pipeline stages on it.  Runs on asyncio 
 """
 
 from hicache_actors.runtime.actor import MESSAGES_PER_TURN, Actor, handles
-from hicache_actors.runtime.channels import Receiver, Sender, channel
+from hicache_actors.runtime.channels import Receiver, Sender, channel, hand_on
 from hicache_actors.runtime.deadlines import Deadline
 from hicache_actors.runtime.histogram import Histogram, HistogramSnapshot
 from hicache_actors.runtime.loop_lag import LoopLag
@@ -47,6 +47,7 @@ __all__ = [
     "WorkersSnapshot",
     "bind_log",
     "channel",
+    "hand_on",
     "handles",
     "unwrap",
 ]

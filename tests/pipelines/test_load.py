@@ -28,6 +28,7 @@ async def _on_host(small: Small, pages: int = 4) -> Prompt:
     await small.engine.answer(asked)
     await small.cache.drain(5.0)
     await evict_device(small)
+    await small.cache.pipelines.idle()  # a drain still holds pages
     assert small.cache.match(asked).device == 0
     assert small.cache.match(asked).host == 4 * pages
     return asked
