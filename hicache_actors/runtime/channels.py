@@ -1,8 +1,8 @@
 """Bounded channels between the stages of a pipeline; items are batches.
 
 The upstream stage blocks when the channel is full.  Closing the sender lets the receiver finish what is queued and then ends its
-``async for`` (EndOfStream); a sender whose receiver is gone gets BrokenResourceError (`hand_on`: False).  Both ends must be used inside tasks of the
-system: scope cancellation loses no item, a native ``task.cancel()`` of a waiting receiver may.
+``async for`` (EndOfStream); a sender whose receiver is gone gets BrokenResourceError (`hand_on`: False).  Both ends must be used
+inside tasks of the system: scope cancellation loses no item, a native ``task.cancel()`` of a waiting receiver may.
 """
 
 from __future__ import annotations

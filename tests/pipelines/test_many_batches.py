@@ -1,4 +1,4 @@
-"""Jobs of many batches that end in the middle: stopped, failed or past their deadline while batches are on their way between stages."""
+"""Jobs of many batches that end in the middle: stopped, failed, or past their deadline, with batches between their stages."""
 
 from __future__ import annotations
 
