@@ -14,11 +14,12 @@ import aiofiles.os
 import anyio
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.backends.evictor import Evictor, check, unchecked
+from hicache_actors.backends.evictor import check, unchecked
 from hicache_actors.backends.file_options import FileOptions
 from hicache_actors.backends.folder import FAILED, MISSING, TORN, Folder
 from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
+from hicache_actors.backends.room import Room
 from hicache_actors.backends.shards import Identity
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
@@ -37,11 +38,7 @@ _NO_SUCH_FOLDER: Final = _FINAL | {errno.ENOENT, errno.EEXIST, errno.ENOLCK, err
 _ROWS_PER_HOP: Final = 16  # scans of a shard before a worker thread is free for others again
 _CHECK_EVERY_S: Final = 1.0
 _COUNT_AT_OPEN: Final = 20_000  # objects are counted anew; more than that are taken as the ledger has them
-_ELECTION_S: Final = 2.0
 _ROOM_S: Final = 5.0
-_ELECTION_POLL_S: Final = 0.01
-_SLACK_PART: Final = 64  # of the cap is freed at once, and
-_SLACK_BYTES: Final = 2**30  # at most so much
 _KEEP_IDENTITIES: Final = 8192
 
 
@@ -64,8 +61,6 @@ class FileBackend(Backend):
         self.url = url
         self.options = FileOptions.parse(url)
         self._folder = Folder(self.options.root, self.options.limits)
-        self._evictor = Evictor(self._folder)
-        self._evicting = anyio.Lock()
         self._workers = workers
         self._executor = _Lent(workers)
         self._known = Known(self.options.metadata_ttl_s)
@@ -73,6 +68,7 @@ class FileBackend(Backend):
         self._next_check_s = 0.0
         self._counts: Counter[str] = Counter()
         self._last_error = ""
+        self._room = Room(self._folder, self._admin, self._counts)
 
     async def open(self) -> None:
         try:
@@ -136,15 +132,12 @@ class FileBackend(Backend):
         return moved
 
     async def clear(self) -> None:
-        with self._errors("clear"):
-            for row in range(N_SHARDS):
-                await self.delete(await self._admin(self._folder.keys, row))
+        async for keys in self._listed("clear"):
+            await self.delete(keys)
 
     async def keys(self) -> AsyncIterator[str]:
-        for row in range(N_SHARDS):
-            with self._errors("keys"):
-                found = await self._admin(self._folder.keys, row)
-            for key in found:
+        async for keys in self._listed("keys"):
+            for key in keys:
                 yield key
 
     async def reconcile(self) -> bool:
@@ -168,7 +161,11 @@ class FileBackend(Backend):
         while left and anyio.current_time() < until_s:  # other writers may be faster than we
             done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)
             wanted_bytes = self._fitting([disk_bytes(len(buffers[i])) for i in left], done_bytes)
-            if not wanted_bytes or not await self._make_room(wanted_bytes):
+            try:
+                if not wanted_bytes or not await self._room.make(wanted_bytes):
+                    break
+            except OSError as caught:
+                self._note("evict", 1, caught, fatal=False)
                 break
             again = await self._workers.run(
                 self._folder.write_many, [keys[i] for i in left], [buffers[i] for i in left]
@@ -189,43 +186,6 @@ class FileBackend(Backend):
                 break
             wanted_bytes += n_bytes
         return wanted_bytes
-
-    async def _make_room(self, wanted_bytes: int) -> bool:
-        """Evict until there is room, as the one evictor of the folder, or wait for the work of who is.
-
-        -> False if there is nothing left to evict, or the evictor hangs.  After True others may still have been faster.
-        """
-        until_s = anyio.current_time() + _ELECTION_S
-        try:
-            async with self._evicting:
-                while await self._admin(self._folder.ledger.excess, wanted_bytes):
-                    if await self._admin(self._evictor.elect):
-                        try:
-                            return await self._evict(wanted_bytes)
-                        finally:
-                            self._evictor.resign()
-                    if anyio.current_time() > until_s:
-                        return False
-                    await anyio.sleep(_ELECTION_POLL_S)
-                return True
-        except OSError as error:
-            self._note("evict", 1, error, fatal=False)
-            return False
-
-    async def _evict(self, wanted_bytes: int) -> bool:
-        """A bounded piece of work per hop.  Goes on beyond what is wanted, so that the next batches find room."""
-        slack_bytes = min((self.options.limits.max_bytes or 0) // _SLACK_PART, _SLACK_BYTES)
-        fruitless = 0
-        while fruitless * _ROWS_PER_HOP < 2 * N_ROWS:
-            step = await self._admin(self._evictor.free, max(wanted_bytes, slack_bytes), _ROWS_PER_HOP)
-            self._counts["evicted"] += step.objects
-            self._counts["evicted_bytes"] += step.bytes
-            if not step.excess_bytes:
-                return True
-            if step.exhausted:
-                break
-            fruitless = 0 if step.objects else fruitless + 1
-        return not await self._admin(self._folder.ledger.excess, wanted_bytes)
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -251,6 +211,15 @@ class FileBackend(Backend):
     def _check_rows(self, rows: Sequence[int]) -> list[tuple[int, int, bool]]:
         checked = (check(self._folder, row) for row in rows)
         return [(row.orphans, row.torn, row.exact) for row in checked]
+
+    async def _listed(self, verb: str) -> AsyncIterator[list[str]]:
+        for first in range(0, N_SHARDS, _ROWS_PER_HOP):
+            with self._errors(verb):
+                found = await self._admin(self._keys_of, range(first, first + _ROWS_PER_HOP))
+            yield found
+
+    def _keys_of(self, rows: Sequence[int]) -> list[str]:
+        return [key for row in rows for key in self._folder.keys(row)]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,24 @@ number that every change raises.  It is read and written under its lock, which i
 
 Whoever adds objects first *reserves* their bytes and *settles* when it is done, giving back what it did not use; whoever
 removes objects reserves nothing, removes, and gives back.  So the rows never say less than the disk holds, and a cap is never
-passed.  Between the two the writer's own file, ``<root>/writers/<instance>``, counts its changes under way by row; it is locked
-while the writer lives.  A writer that died in between has left its rows too high: they are marked for a scan.  A scan sets a
-row only if nobody changed it meanwhile.
+passed.  Between the two the rows count as being changed (see `writers`).  A writer that died in between has left them too high:
+they are marked for a scan.  A scan sets a row only if nobody changed it meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import re
-import secrets
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from hicache_actors.backends.posix import lock, make_folder, try_lock, unlock
+from hicache_actors.backends.posix import lock, make_folder, unlock
+from hicache_actors.backends.writers import Writers
 
 N_SHARDS: Final = 64
 QUARANTINE: Final = N_SHARDS  #: the row of the quarantine
@@ -35,12 +35,11 @@ NOTHING: Final = 2**63 - 1  #: ... the shard is empty
 _BLOCK_BYTES: Final = 4096
 _LOCK_TIMEOUT_S: Final = 2.0
 _CLOCK_SLACK_NS: Final = 20_000_000  # the kernel stamps files with a clock that ticks every few ms
-_MAGIC: Final = int.from_bytes(b"HICUSAGE", "little")
+_MAGIC_BYTES: Final = b"HICUSAGE"
+_MAGIC: Final = int.from_bytes(_MAGIC_BYTES, sys.byteorder)
 _HEAD: Final = 2  # magic, next row of the rolling check
 _BYTES, _OBJECTS, _OLDEST, _CHANGES = (_HEAD + i * N_ROWS for i in range(4))
 _LEDGER_BYTES: Final = 8 * (_HEAD + 4 * N_ROWS)
-_TABLE_BYTES: Final = 4 * N_ROWS
-_INSTANCE: Final = re.compile(r"[0-9a-f]{16}")
 
 
 def disk_bytes(n_bytes: int) -> int:
@@ -92,16 +91,13 @@ class Ledger:
 
     def __init__(self, root: str, limits: Limits) -> None:
         self.limits = limits
-        self.instance = secrets.token_hex(8)
         self.usage = Usage(0, 0, 0)  #: as of the last call of this process
         self.uncounted = False  #: some rows are NEW: nothing may be added under a cap
         self._path = os.path.join(root, "usage")
-        self._writers = os.path.join(root, "writers")
+        self._writers = Writers(root, N_ROWS)
         self._mutex = threading.Lock()
         self._fd = -1
         self._inode = (0, 0)
-        self._own_fd = -1
-        self._under_way = array("I", bytes(_TABLE_BYTES))
         self._reserved_bytes = 0  # not yet settled
         self._unsettled: list[Booking] = []
         self._closing = False
@@ -111,13 +107,26 @@ class Ledger:
     def open(self) -> None:
         """Begin a life of its own, and mark what dead writers left behind."""
         with self._transaction() as ledger:
-            self._bury(ledger)
+            for instance, rows in self._writers.dead():
+                for row in rows:
+                    if ledger[_OLDEST + row] != NEW:
+                        ledger[_OLDEST + row] = STALE
+                os.pwrite(self._fd, ledger, 0)  # marked before the reason to mark is gone
+                self._writers.forget(instance)
 
     def close(self) -> None:
         """Idempotent.  A write that hangs keeps our lock until it ends, so that nobody takes its file for an orphan."""
         with self._mutex:
             self._closing = True
             self._leave()
+
+    @property
+    def instance(self) -> str:
+        return self._writers.instance
+
+    def is_alive(self, instance: str) -> bool:
+        """Does the writer of that name live?"""
+        return self._writers.is_alive(instance)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +144,8 @@ class Ledger:
                     break
                 granted += 1
             booking = Booking(items[:granted])
-            self._begin(booking)
+            self._writers.begin(booking.rows, needed=booking.reserved_bytes > 0)
+            self._reserved_bytes += booking.reserved_bytes
             now_ns = time.time_ns() - _CLOCK_SLACK_NS
             for row, n_bytes in items[:granted]:
                 ledger[_CHANGES + row] += 1
@@ -180,9 +190,7 @@ class Ledger:
     def watch(self, row: int) -> int | None:
         """To be called before a scan of a row -> what to show to `reconcile`; None while somebody changes it."""
         with self._transaction() as ledger:
-            if self._under_way[row] or self._changed_by_others(row):
-                return None
-            return ledger[_CHANGES + row]
+            return None if self._writers.are_changing(row) else ledger[_CHANGES + row]
 
     def reconcile(self, row: int, watched: int | None, found: Counted, now_ns: int) -> bool:
         """Set a row to what a scan found that began at ``now_ns`` -> whether it was quiet enough to be exact.
@@ -200,18 +208,6 @@ class Ledger:
                     ledger[_OBJECTS + row] += found.objects
                 ledger[_OLDEST + row] = min(found.oldest_ns, now_ns - _CLOCK_SLACK_NS)
             return quiet
-
-    def is_alive(self, instance: str) -> bool:
-        """Does the writer of that name live?"""
-        if instance == self.instance:
-            return True
-        fd = self._open_table(instance)
-        if fd is None:
-            return False
-        try:
-            return not try_lock(fd, shared=True)
-        finally:
-            os.close(fd)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -241,9 +237,11 @@ class Ledger:
 
     def _lock(self) -> None:
         """Lock the ledger that is there now, which need not be the one of the last call."""
+        moved = False
         while True:
             if self._fd < 0:
-                make_folder(self._writers)
+                moved = True
+                make_folder(os.path.dirname(self._path))
                 self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 found = os.fstat(self._fd)
                 self._inode = found.st_dev, found.st_ino
@@ -255,21 +253,10 @@ class Ledger:
             os.close(self._fd)
             self._fd = -1
         try:
-            if self._own_fd < 0 or os.fstat(self._own_fd).st_nlink == 0:
-                self._claim()
+            self._writers.claim(anew=moved)
         except BaseException:
             unlock(self._fd)
             raise
-
-    def _claim(self) -> None:
-        if self._own_fd >= 0:
-            os.close(self._own_fd)
-            self._own_fd = -1
-        make_folder(self._writers)
-        path = os.path.join(self._writers, self.instance)
-        self._own_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        lock(self._own_fd, _LOCK_TIMEOUT_S)  # the ledger is locked: nobody can have taken it for a dead one's
-        self._write_table(needed=False)
 
     def _load(self) -> array[int]:
         ledger = array("q")
@@ -278,26 +265,16 @@ class Ledger:
             ledger.frombytes(data)
             if ledger[0] == _MAGIC:
                 return ledger
-        if data.strip(b"\0"):
-            raise FileExistsError(f"{self._path} is not ours; remove it, and usage will be counted anew")
+        if data.strip(b"\0") and not data.startswith(_MAGIC_BYTES):  # empty or cut off by a power failure it is ours
+            raise FileExistsError(
+                errno.EEXIST, "not a count of this store; once it is removed, all is counted anew", self._path
+            )
         ledger = array("q", bytes(_LEDGER_BYTES))
         ledger[0] = _MAGIC
         for row in range(N_ROWS):
             ledger[_OLDEST + row] = NEW
         os.pwrite(self._fd, ledger, 0)
         return ledger
-
-    def _begin(self, booking: Booking) -> None:
-        """Say what we are about to change, before the rows do."""
-        for row in booking.rows:
-            self._under_way[row] += 1
-        try:
-            self._write_table(needed=booking.reserved_bytes > 0)
-        except OSError:
-            for row in booking.rows:
-                self._under_way[row] -= 1
-            raise
-        self._reserved_bytes += booking.reserved_bytes
 
     def _settle_all(self, ledger: array[int]) -> None:
         if not self._unsettled:
@@ -312,11 +289,9 @@ class Ledger:
                 ledger[_OLDEST + row] = oldest_ns
         os.pwrite(self._fd, ledger, 0)
         for booking in self._unsettled:
-            for row in booking.rows:
-                self._under_way[row] -= 1
+            self._writers.end(booking.rows)
             self._reserved_bytes -= booking.reserved_bytes
         self._unsettled.clear()
-        self._write_table(needed=False)
 
     def _add(self, ledger: array[int], row: int, n_bytes: int, n_objects: int, now_ns: int) -> None:
         """What others did to the folder may have made a row too low: it never becomes negative."""
@@ -337,64 +312,7 @@ class Ledger:
             room = min(room, free_bytes - self.limits.min_free_bytes)
         return room
 
-    def _write_table(self, *, needed: bool) -> None:
-        """A full disk must not keep anybody from removing objects: then a crash costs a scan, no more."""
-        try:
-            os.pwrite(self._own_fd, self._under_way, 0)
-        except OSError:
-            if needed:
-                raise
-
-    def _bury(self, ledger: array[int]) -> None:
-        """Take over from writers that died: mark the rows they were changing."""
-        for instance in self._others():
-            fd = self._open_table(instance)
-            if fd is None:
-                continue
-            try:
-                if not try_lock(fd, shared=True):
-                    continue
-                for row, changes in enumerate(_table(fd)):
-                    if changes and ledger[_OLDEST + row] != NEW:
-                        ledger[_OLDEST + row] = STALE
-                os.pwrite(self._fd, ledger, 0)  # marked before the reason to mark is gone
-                os.unlink(os.path.join(self._writers, instance))
-            finally:
-                os.close(fd)
-
-    def _changed_by_others(self, row: int) -> bool:
-        for instance in self._others():
-            fd = self._open_table(instance)
-            if fd is None:
-                continue
-            try:
-                if not try_lock(fd, shared=True) and _table(fd)[row]:
-                    return True
-            finally:
-                os.close(fd)
-        return False
-
-    def _others(self) -> list[str]:
-        return [name for name in os.listdir(self._writers) if _INSTANCE.fullmatch(name) and name != self.instance]
-
-    def _open_table(self, instance: str) -> int | None:
-        try:
-            return os.open(os.path.join(self._writers, instance), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return None
-
     def _leave(self) -> None:
-        if self._own_fd < 0 or any(self._under_way):
-            return
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._writers, self.instance))
-        os.close(self._own_fd)
-        self._own_fd = -1
-        os.close(self._fd)
-        self._fd = -1
-
-
-def _table(fd: int) -> array[int]:
-    table = array("I")
-    table.frombytes(os.pread(fd, _TABLE_BYTES, 0).ljust(_TABLE_BYTES, b"\0"))
-    return table
+        if self._writers.leave() and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

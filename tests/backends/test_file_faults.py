@@ -277,5 +277,6 @@ async def test_the_folder_is_exchanged_for_another(tmp_path: Path, workers: Work
     assert await store(backend, KEYS[8:13]) == [Stored.PRESENT] * 2 + [Stored.WRITTEN] * 3
     check_count(backend, tmp_path)
     assert backend.stats()["objects"] == 12
+    assert len(list((tmp_path / "store" / "writers").iterdir())) == 1  # there it lives now
     await backend.close()
     assert list((tmp_path / "store" / "writers").iterdir()) == []

@@ -64,7 +64,7 @@ def write(folder: Folder, keys: Sequence[str], n_bytes: int = 5000) -> list[Stor
 
 def die(folder: Folder) -> None:
     """What a killed process leaves: nothing is settled, its locks are free."""
-    os.close(folder.ledger._own_fd)
+    os.close(folder.ledger._writers._fd)
     os.close(folder.ledger._fd)
 
 
@@ -289,7 +289,7 @@ def test_a_new_count_takes_over_what_others_change(tmp_path: Path) -> None:
 
 def test_somebodys_file_in_the_place_of_the_count(tmp_path: Path) -> None:
     (tmp_path / "usage").write_text("how to use this folder")
-    with pytest.raises(FileExistsError, match="is not ours"):
+    with pytest.raises(FileExistsError, match="not a count of this store"):
         Folder(str(tmp_path)).open()
     assert (tmp_path / "usage").read_text() == "how to use this folder"
 

@@ -270,7 +270,9 @@ async def test_processes_share_one_cap(tmp_path: Path, opened: Open) -> None:
         most = max(most, on_disk(tmp_path))
         await anyio.sleep(0.002)
     assert [(writer.communicate()[0], writer.returncode) for writer in writers] == [("0\n", 0)] * 3
-    assert cap // 2 < most // BLOCKS <= cap + 3 * 4  # a look takes its time: what comes and goes meanwhile is seen twice
+    assert (
+        cap // 2 < most // BLOCKS <= cap + 3 * 4
+    )  # a look takes its time: what comes and goes meanwhile is seen twice
     backend = await opened(cap)
     check_count(backend, tmp_path)
     batches = {(key.split("-")[0], int(key.split("-")[1])) for key in stored(tmp_path)}
@@ -292,7 +294,7 @@ sys.stdin.read()
 async def test_when_the_evictor_dies_the_next_one_takes_over(
     tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_actors.backends.file._ELECTION_S", 0.05)
+    monkeypatch.setattr("hicache_actors.backends.room._ELECTION_S", 0.05)
     backend = await opened(10)
     await store(backend, KEYS)
     holder = start(HOLDER, f"{tmp_path}/store")
