@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import structlog
 import torch
 
-from hicache_actors import Config, HiCache, KVTensors
+from hicache_actors import Config, HiCache, KVTensors, Prompt
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging
 from hicache_actors.core.words import Match, Shortfall
@@ -244,6 +246,27 @@ async def test_cancelled_requests_leave_nothing_behind(anyio_backend: object) ->
         with pytest.raises(asyncio.CancelledError):
             await task
         backend.release()
+
+
+@LOOPS
+async def test_requests_that_come_and_go_at_random_leave_whole_pools(anyio_backend: object) -> None:
+    draw = random.Random(7)
+    async with open_small(device_pages=30, config=shadow(host_pages=24), backend=MemoryBackend()) as small:
+
+        async def request(asked: Prompt, patience_s: float) -> None:
+            with anyio.move_on_after(patience_s), contextlib.suppress(NoRoom):
+                await small.engine.answer(asked)
+
+        for _ in range(10):
+            async with anyio.create_task_group() as group:
+                for _ in range(4):
+                    asked = prompt(draw.randrange(1, 8), family=draw.randrange(3))
+                    group.start_soon(request, asked, draw.choice([0.0001, 0.001, 0.01, 5.0]))
+            if draw.random() < 0.2:
+                await small.cache.reset()
+        at = await compared(small)
+        assert at.different_pages == 0
+        assert at.equal_pages > 0
 
 
 async def test_a_step_engine_in_shadow_mode() -> None:
