@@ -36,6 +36,7 @@ from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
 from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
+from hicache_actors.storage_switch import StorageSwitch, source_of
 from hicache_actors.tiers.device import DeviceSnapshot
 from hicache_actors.tiers.host import HostSnapshot
 from hicache_actors.tiers.storage import StorageSnapshot
@@ -82,6 +83,7 @@ class HiCache:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._closing = self._closed = False
+        self._switch = StorageSwitch(parts.storage_tier, self._decided, parts.config.close_timeout_s)
         self._rids = itertools.count(1)
 
     @staticmethod
@@ -226,6 +228,30 @@ class HiCache:
         self._check_open()
         await self._decided(Core.reset)
 
+    async def attach_storage(self, store: str | Backend, *, deadline_s: float = 10.0) -> None:
+        """Use ``store`` (a URL, or a backend that is not open yet) from here on, instead of what is used now, if anything is.
+
+        It has ``deadline_s`` to open; what is used now goes on until then, and has as long to end what it has begun.  What the
+        host holds is backed up in the background.  Cancelling this wait does not stop what has begun.
+
+        Raises `ConfigError` (a bad URL; a setting that storage needs is missing) or `BackendError` (it cannot be opened): then
+        nothing has changed.
+        """
+        self._check_open()
+        if self._parts.disabled is not None:
+            self._parts.log.warning("storage_not_attached", disabled_by=self._parts.disabled)
+            return
+        await self._switch.attach(source_of(self._parts.config, self.kv.shape, store), deadline_s)
+
+    async def detach_storage(self, deadline_s: float) -> int:
+        """Use no storage from here on.  What is stored stays there, and counts as not stored until a store is attached.
+
+        What has begun may end for ``deadline_s``; then nobody waits for it any more, and no call is made any more -> calls that
+        hang all the same: the host memory that they may touch stays theirs until they return.  0 without a storage.
+        """
+        self._check_open()
+        return await self._switch.detach(deadline_s)
+
     # -- observation ---------------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -257,11 +283,11 @@ class HiCache:
             counts=dict(self.core.counts),
             device=parts.device_tier.usage(),
             host=parts.host_tier.usage(),
-            storage=None if parts.storage_tier is None else parts.storage_tier.usage(),
+            storage=parts.storage_tier.usage(),
             flows=parts.movers.flows.snapshot(),
             loop_lag=parts.loop_lag.snapshot(),
             system=parts.system.snapshot(),
-            workers=tuple(workers.snapshot() for workers in (parts.workers, parts.io_workers, parts.forward_workers)),
+            workers=(parts.workers.snapshot(), *parts.storage_tier.threads, parts.forward_workers.snapshot()),
             open_jobs=parts.pipelines.open_jobs,
             shadow=None if parts.shadow is None else parts.shadow.usage(),
         )
@@ -395,6 +421,7 @@ class HiCache:
                 await self._step_until_idle(self.driver)
             else:
                 await pipelines.idle()
+        await self._switch.close(self._parts.config.close_timeout_s)
         await self._parts.stop()
         self._closed = True
 

@@ -10,17 +10,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-import anyio
-
 from hicache_actors.backends.backend import Backend
-from hicache_actors.backends.registry import open_backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import BackendError, ConfigError, HiCacheError, TransferError
-from hicache_actors.keys.namespace import Namespace
-from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.errors import ConfigError, TransferError
 from hicache_actors.memory.budget import host_budget
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
@@ -32,10 +27,11 @@ from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver
 from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
 from hicache_actors.shadow_mode import Shadow
+from hicache_actors.storage_switch import source_of
 from hicache_actors.switches import why_disabled
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
-from hicache_actors.tiers.storage import StorageTier
+from hicache_actors.tiers.storage import Source, StorageTier
 
 DriverKind = Literal["auto", "step"]
 
@@ -49,26 +45,24 @@ class Parts:
         kv: KVTensors,
         memory: HostMemory,
         device: Device,
-        backend: Backend | None,
-        io_workers: Workers,
+        source: Source | None,
         driver: DriverKind,
         report: SizingReport,
         disabled: str | None,
     ) -> None:
-        self.config, self.kv, self.memory, self.device, self.backend = config, kv, memory, device, backend
+        self.config, self.kv, self.memory, self.device = config, kv, memory, device
         self.report, self.disabled = report, disabled
         self.log = bind_log(part="cache")
-        self.core = Core(_core_config(config, kv, memory, storage=backend is not None, enabled=disabled is None))
+        self.core = Core(_core_config(config, kv, memory, storage=source is not None, enabled=disabled is None))
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
         self._sampler: Job | None = None
         self.workers = Workers("hash", 2)
         self.forward_workers = Workers("forward", 4, max_lost=None)
-        self.io_workers = io_workers
         self.host_tier = HostTier(memory)
         self.device_tier = DeviceTier(device, kv, memory, self._device_lost)
-        self.storage_tier = None if backend is None else self._storage_tier(backend)
+        self.storage_tier = StorageTier(config.storage, self.host_tier, self.workers, source)
         self.movers = Movers(
             self.device_tier,
             self.host_tier,
@@ -84,17 +78,10 @@ class Parts:
 
     async def start(self) -> None:
         """Raises what a backend raises when it is opened; nothing is left running then."""
-        if self.backend is not None:
-            try:
-                await self.backend.open()
-            except HiCacheError:
-                raise
-            except Exception as error:
-                raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
+        if self.storage_tier.store is not None:
+            await self.storage_tier.store.open()
         await self.system.open()
-        await self.system.start(self.host_tier, self.device_tier)
-        if self.storage_tier is not None:
-            await self.system.start(self.storage_tier)
+        await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
             self._sampler = self.system.spawn("loop_lag", self.loop_lag.run)
         if self.disabled is not None:
@@ -107,19 +94,10 @@ class Parts:
         if self._sampler is not None:
             self._sampler.cancel()
         left: list[str] = [*await self.system.close()]
-        if self.storage_tier is not None and (calls := await self.storage_tier.finish_calls(limit_s)):
-            left.append(f"{calls} storage calls")
+        left += await self.storage_tier.close(limit_s)
         if not await self._close_device(limit_s):
             left.append("device copies")
-        if self.backend is not None:
-            with anyio.move_on_after(limit_s) as limit:
-                try:
-                    await self.backend.close()
-                except Exception as error:
-                    self.log.warning("backend_close_failed", exc_info=error)
-            if limit.cancelled_caught:
-                left.append("the backend's close")
-        for workers in (self.workers, self.io_workers, self.forward_workers):
+        for workers in (self.workers, self.forward_workers):
             left += await workers.aclose(limit_s)
         self.driver.close()
         self.memory.close(keep_mapped=bool(left))
@@ -136,17 +114,6 @@ class Parts:
             return await closer.run(self.device.close, limit_s)
         finally:
             closer.close()
-
-    def _storage_tier(self, backend: Backend) -> StorageTier:
-        return StorageTier(
-            self.config.storage.url or type(backend).__name__,
-            backend,
-            SuffixKeys(namespace_of(self.config, self.kv.shape)),
-            self.host_tier,
-            self.workers,
-            read_concurrency=self.config.storage.read_concurrency,
-            write_concurrency=self.config.storage.write_concurrency,
-        )
 
     def _make_driver(self, kind: DriverKind) -> Driver:
         loop = asyncio.get_running_loop()
@@ -204,16 +171,13 @@ def build(
     tensors = kv if kv is not None else _own_tensors(config)
     _check_kv(config, tensors)
     disabled = why_disabled(config)
-    io_workers = Workers("storage", config.storage.read_concurrency + config.storage.write_concurrency)
     layout = SlotLayout(tensors.shape, config.host.layout, config.host.header_bytes)
     if disabled is not None:
         report = sizing_report(config, tensors.shape, device_pages=tensors.pages)
         memory, chosen = HostMemory(layout, 1), device or open_device(str(tensors.device))
-        return Parts(config, tensors, memory, chosen, None, io_workers, driver, report, disabled)
-    if config.storage.url is not None:
-        backend = open_backend(config.storage.url, io_workers)
-    if backend is not None:
-        namespace_of(config, tensors.shape)  # a missing fact is refused before memory is taken
+        return Parts(config, tensors, memory, chosen, None, driver, report, disabled)
+    store = config.storage.url if backend is None else backend
+    source = None if store is None else source_of(config, tensors.shape, store)  # refused before memory is taken
     budget = host_budget(
         layout,
         tensors.pages,
@@ -221,7 +185,7 @@ def build(
         size_gb=config.host.size_gb,
         ratio=config.host.ratio,
         reserve_gb=config.host.reserve_gb,
-        storage=backend is not None,
+        storage=source is not None,
     )
     report = sizing_report(
         config,
@@ -233,22 +197,7 @@ def build(
     )
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
-    return Parts(config, tensors, memory, chosen, backend, io_workers, driver, report, disabled)
-
-
-def namespace_of(config: Config, shape: KVShape) -> Namespace:
-    """What must be equal for two caches to share stored bytes.  Raises `ConfigError` for a missing fact."""
-    return Namespace(
-        model_id=config.model.model_id or "",
-        weights=config.model.weights or "",
-        dtype=shape.dtype,
-        page_size=shape.page_size,
-        layout=config.host.layout,
-        total_kv_heads=config.model.total_kv_heads or shape.heads,
-        head_group=shape.heads,
-        layer_partition=shape.layers,
-        replicated=shape.kv == 1,
-    )
+    return Parts(config, tensors, memory, chosen, source, driver, report, disabled)
 
 
 def _own_tensors(config: Config) -> KVTensors:

@@ -168,7 +168,39 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Batches read at once.  Default: 4."""
 
     write_concurrency: int = 2
-    """Batches written at once.  Default: 2."""
+    """Batches written at once; while reads wait for their turn, one.  Default: 2."""
+
+    read_in_flight_bytes: int = 256 * 2**20
+    """Bytes that reads may have under way; more wait, by request priority, then age.  Default: 256 MiB."""
+
+    write_in_flight_bytes: int = 128 * 2**20
+    """Bytes that writes may have under way, and as many waiting; beyond that they are shed.  Default: 128 MiB."""
+
+    query_timeout_s: float = 2.0
+    """How long a lookup may take at the store.  A call that takes longer is hung: nobody waits for it any more, the
+    memory that it touches is held until it returns.  Default: 2 s."""
+
+    read_timeout_s: float = 5.0
+    """How long the read of a batch may take at the store.  Default: 5 s."""
+
+    write_timeout_s: float = 10.0
+    """How long the write of a batch may take at the store.  Default: 10 s."""
+
+    max_hung_calls: int = 4
+    """Hung calls of one direction (lookups, reads, writes); with so many it refuses at once, until one returns.
+    Default: 4."""
+
+    shed_latency_s: float = 2.0
+    """While the reads of a batch take longer than this on average, nothing is written.  Default: 2 s."""
+
+    breaker_failures: int = 2
+    """Failures or timeouts of one direction in a row after which it is not asked any more, for a time.  Default: 2."""
+
+    breaker_delay_s: float = 1.0
+    """After this time one call tries whether the store is back; doubled each time that it is not.  Default: 1 s."""
+
+    breaker_max_delay_s: float = 30.0
+    """That time is never longer.  Default: 30 s."""
 
     verify: Verify = "always"
     """'always': each page that was read is compared with the checksum in its header before it can be used.  Default:
@@ -201,7 +233,25 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         count("storage.read_concurrency", self.read_concurrency, "batches")
         count("storage.write_concurrency", self.write_concurrency, "batches")
+        self._check_limits()
         choice("storage.verify", self.verify, VERIFY_MODES)
+
+    def _check_limits(self) -> None:
+        for name in ("read_in_flight_bytes", "write_in_flight_bytes"):
+            count(f"storage.{name}", getattr(self, name), "bytes")
+        for name in ("query_timeout_s", "read_timeout_s", "write_timeout_s", "shed_latency_s", "breaker_delay_s"):
+            positive(f"storage.{name}", getattr(self, name), "seconds")
+        count("storage.max_hung_calls", self.max_hung_calls, "calls")
+        count("storage.breaker_failures", self.breaker_failures, "failures")
+        positive("storage.breaker_max_delay_s", self.breaker_max_delay_s, "seconds")
+        if self.breaker_max_delay_s < self.breaker_delay_s:
+            raise ConfigError(
+                "storage.breaker_max_delay_s",
+                self.breaker_max_delay_s,
+                f"shorter than breaker_delay_s = {self.breaker_delay_s!r}",
+                allowed="breaker_delay_s or more, in seconds",
+                fix="raise the maximum or lower the delay",
+            )
 
     def prefetch_timeout_s(self, n_tokens: int) -> float | None:
         """How long a fetch of ``n_tokens`` may take from its submission; None: the policy sets no time."""
@@ -290,9 +340,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         flag("shadow", self.shadow)
         positive("close_timeout_s", self.close_timeout_s, "seconds")
         if self.storage.url is not None:
-            self._check_storage()
+            self.check_storage()
 
-    def _check_storage(self) -> None:
+    def check_storage(self) -> None:
+        """Raises `ConfigError` if these settings allow no store."""
         for name in ("model_id", "weights"):
             if getattr(self.model, name) is None:
                 raise ConfigError(

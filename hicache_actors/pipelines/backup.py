@@ -16,12 +16,13 @@ from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.runtime import Receiver, Sender, channel, hand_on
+from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.batch import Batch
 
 
-async def backup(movers: Movers, start: StartBackup, job: OpenJob) -> None:
+async def backup(movers: Movers, store: Store, start: StartBackup, job: OpenJob) -> None:
     begun_s = anyio.current_time()
-    save = _Save(movers, job, movers.batches(start.source))
+    save = _Save(movers, store, job, movers.batches(start.source))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
         for path in start.paths:
             save.hashes += await movers.hash_path(path)
@@ -32,10 +33,10 @@ async def backup(movers: Movers, start: StartBackup, job: OpenJob) -> None:
 
 
 class _Save:
-    def __init__(self, movers: Movers, job: OpenJob, batches: list[Batch]) -> None:
+    def __init__(self, movers: Movers, store: Store, job: OpenJob, batches: list[Batch]) -> None:
         self.hashes: tuple[bytes, ...] = ()
         self.acknowledged_pages = 0
-        self._movers, self._job, self._batches = movers, job, batches
+        self._movers, self._store, self._job, self._batches = movers, store, job, batches
 
     @property
     def named(self) -> bool:
@@ -46,24 +47,24 @@ class _Save:
         async with anyio.create_task_group() as stages:
             sender, receiver = channel(1, Batch)
             stages.start_soon(self._seal, sender)
-            stages.start_soon(self._store, receiver, stages.cancel_scope)
+            stages.start_soon(self._write, receiver, stages.cancel_scope)
 
     async def _seal(self, sender: Sender[Batch]) -> None:
         async with sender:
             for batch in self._batches:
-                sealing = self._movers.storage.start_seal(self._names(batch), batch.slots)
-                self._job.hold_task(sealing)  # it writes headers into the slots
-                if not await self._movers.storage.outcome(sealing, False):
+                sealing = self._store.seal(self._names(batch), batch.slots)
+                self._job.hold(sealing)  # it writes headers into the slots
+                if not await sealing.answer():
                     return
                 if not await hand_on(sender, batch):
                     return
 
-    async def _store(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
+    async def _write(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
         async with receiver:
             async for batch in receiver:
-                writing = self._movers.storage.start_write(self._names(batch), batch.slots, self._wanted)
-                self._job.hold_task(writing)
-                outcomes = await self._movers.storage.outcome(writing, ())
+                writing = self._store.write(self._names(batch), batch.slots, self._wanted)
+                self._job.hold(writing)
+                outcomes = await writing.answer()
                 stored = 0
                 while stored < len(outcomes) and outcomes[stored] is not Stored.FAILED:
                     stored += 1

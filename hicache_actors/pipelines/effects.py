@@ -22,6 +22,7 @@ from hicache_actors.core.words import (
     StartPrefetch,
     StartWriteBack,
     StopJob,
+    UseStorage,
     Wake,
 )
 from hicache_actors.errors import HiCacheError, StoppedError
@@ -33,6 +34,7 @@ from hicache_actors.pipelines.prefetch import prefetch
 from hicache_actors.pipelines.write_back import write_back
 from hicache_actors.ranks import Board
 from hicache_actors.runtime import System, bind_log
+from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.completions import fired
 
 T = TypeVar("T")
@@ -119,13 +121,13 @@ class Pipelines:
         for effect in effects:
             match effect:
                 case StartLoad():
-                    self._spawn(load, effect)
+                    self._spawn("load", load, effect)
                 case StartWriteBack():
-                    self._spawn(write_back, effect)
+                    self._spawn("write_back", write_back, effect)
                 case StartBackup():
-                    self._spawn(backup, effect)
+                    self._spawn_at_store(backup, effect)
                 case StartPrefetch():
-                    self._spawn(prefetch, effect)
+                    self._spawn_at_store(prefetch, effect)
                 case StartDrain():
                     self._drain(effect)
                 case Grant():
@@ -141,19 +143,48 @@ class Pipelines:
                         self._idle.set()
                 case Wake():
                     self._wake(effect)
+                case UseStorage():
+                    self._movers.storage.switch(effect.attached)
 
-    def _spawn(self, pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]], start: S) -> None:
+    def _spawn(
+        self,
+        name: str,
+        pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]],
+        start: S,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         job = self.open_job(start.job)
         try:
-            self._system.spawn(pipeline.__name__, self._run, pipeline, start, job)
+            self._system.spawn(name, self._run, pipeline, start, job, ended)
         except StoppedError as why:
+            ended()
             job.answer_rest(why)
             job.close()
 
-    async def _run(
-        self, pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]], start: S, job: OpenJob
+    def _spawn_at_store(
+        self, pipeline: Callable[[Movers, Store, S, OpenJob], Coroutine[Any, Any, None]], start: S
     ) -> None:
-        await run_job(job, pipeline(self._movers, start, job))
+        """The job is about the store that is attached now, whichever is when it runs."""
+        store = self._movers.storage.store
+        assert store is not None, "Core opens storage jobs only when there is a store"
+
+        async def at_store(movers: Movers, start: S, job: OpenJob) -> None:
+            await pipeline(movers, store, start, job)
+
+        store.enter()
+        self._spawn(pipeline.__name__, at_store, start, store.leave)
+
+    async def _run(
+        self,
+        pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]],
+        start: S,
+        job: OpenJob,
+        ended: Callable[[], None],
+    ) -> None:
+        try:
+            await run_job(job, pipeline(self._movers, start, job))
+        finally:
+            ended()
 
     def _drain(self, start: StartDrain) -> None:
         """Outside the task group: an engine's forward ends when it ends, whatever has become of ours."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable
-from typing import Any
 
 from hicache_actors.core.words import Phase, Slots, encode_result
 from hicache_actors.errors import TransferError
@@ -68,16 +67,10 @@ class OpenJob:
     # -- what touches the slots ----------------------------------------------------------------------------------------
 
     def hold(self, ending: Notifying) -> None:
-        """RELEASED waits for ``ending``, a ticket."""
+        """RELEASED waits for ``ending``: a ticket, or a call to the store."""
         with self._lock:
             self._touching += 1
         ending.add_callback(self._ended)
-
-    def hold_task(self, task: asyncio.Task[Any]) -> None:
-        """RELEASED waits for the end of a storage call."""
-        with self._lock:
-            self._touching += 1
-        task.add_done_callback(lambda _: self._ended())
 
     def close(self) -> None:
         """Nothing more will be submitted.  Idempotent."""

@@ -27,25 +27,20 @@ class Movers:
         self,
         device: DeviceTier,
         host: HostTier,
-        storage: StorageTier | None,
+        storage: StorageTier,
         workers: Workers,
         *,
         deadlines: Deadlines,
         storage_config: StorageConfig,
         page_size: int,
     ) -> None:
-        self.device, self.host = device, host
+        self.device, self.host, self.storage = device, host, storage
         self.deadlines, self.page_size = deadlines, page_size
-        self._storage, self._workers, self._storage_config = storage, workers, storage_config
+        self._workers, self._storage_config = workers, storage_config
         self._page_bytes = host.memory.shape.page_bytes
         self.flows = Flows()
         self._observers: list[Observer] = []
         self._log = bind_log(part="movers")
-
-    @property
-    def storage(self) -> StorageTier:
-        assert self._storage is not None, "Core opens storage jobs only when there is a store"
-        return self._storage
 
     def batches(self, slots: Slots) -> list[Batch]:
         return cut(slots, self._page_bytes)

@@ -4,7 +4,7 @@
 
 Batches are read several at once and counted in prefix order.  The fetch ends between batches: when nobody wants it any more,
 at its deadline, at the first page that is missing, torn or foreign, or when all has arrived.  What has arrived in one run from
-the front counts.  A read that hangs past the deadline goes on in its task; its slots stay in limbo until it has ended.
+the front counts.  A read that hangs goes on in its task; its slots stay in limbo until it has ended.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.host import Reserved
+from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.batch import Batch
 
 
-async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
+async def prefetch(movers: Movers, store: Store, start: StartPrefetch, job: OpenJob) -> None:
     path = start.path
     deadline = movers.at(movers.prefetch_limit_s(path.pages, start.deadline_s))
     hashes: tuple[bytes, ...] = ()
@@ -28,14 +29,14 @@ async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
     with anyio.CancelScope(deadline=deadline):
         hashes = await movers.hash_path(path)
         if hashes:
-            hit = await movers.storage.query(hashes)
+            hit = await store.query(hashes, priority=start.priority).answer()
     job.hit(hit)
     slots = await job.granted()
     if slots is None:
         return
     begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
-    fetch = _Fetch(movers, job, hashes, movers.batches(slots))
+    fetch = _Fetch(movers, store, start.priority, job, hashes, movers.batches(slots))
     with anyio.CancelScope(deadline=deadline):
         await fetch.run()
     fetch.report(begun_s)
@@ -44,18 +45,27 @@ async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob) -> None:
 class _Fetch:
     """The reading half, after the grant."""
 
-    def __init__(self, movers: Movers, job: OpenJob, hashes: tuple[bytes, ...], batches: list[Batch]) -> None:
-        self._movers, self._job, self._hashes, self._batches = movers, job, hashes, batches
+    def __init__(
+        self,
+        movers: Movers,
+        store: Store,
+        priority: int,
+        job: OpenJob,
+        hashes: tuple[bytes, ...],
+        batches: list[Batch],
+    ) -> None:
+        self._movers, self._store, self._priority, self._job = movers, store, priority, job
+        self._hashes, self._batches = hashes, batches
         self._good: dict[int, int] = {}  # batch -> leading pages that are right
         self._end = len(batches)  # batches from here on are of no use
 
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch_stop, group.cancel_scope)
-            sender, receiver = channel(self._movers.storage.read_concurrency, int)
+            sender, receiver = channel(self._store.read_concurrency, int)
             async with anyio.create_task_group() as readers:
                 readers.start_soon(self._feed, sender)
-                for _ in range(self._movers.storage.read_concurrency):
+                for _ in range(self._store.read_concurrency):
                     readers.start_soon(self._read, receiver.clone())
                 receiver.close()
             group.cancel_scope.cancel()
@@ -79,9 +89,9 @@ class _Fetch:
                     continue
                 batch = self._batches[number]
                 hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
-                reading = self._movers.storage.start_read(hashes, batch.slots, self._wanted)
-                self._job.hold_task(reading)
-                good = await self._movers.storage.outcome(reading, 0)
+                reading = self._store.read(hashes, batch.slots, self._wanted, priority=self._priority)
+                self._job.hold(reading)
+                good = await reading.answer()
                 self._good[number] = good
                 if good < batch.pages:
                     self._end = min(self._end, number + 1)

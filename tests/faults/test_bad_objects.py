@@ -50,7 +50,7 @@ RESIZES = {"cut short", "only the header", "empty", "too long"}
 def test_a_damaged_object_in_memory_is_a_miss(damage: str, seed: int | None) -> None:
     async def main() -> None:
         async with open_small(url=f"memory://{damage.replace(' ', '-').replace(':', '')}-{seed}") as small:
-            objects = small.cache.movers.storage.backend._objects  # type: ignore[attr-defined]
+            objects = small.cache.movers.storage.store.backend._objects  # type: ignore[attr-defined]
 
             def spoil(number: int) -> None:
                 key = list(objects)[number - 1]  # stored in prefix order
@@ -70,7 +70,7 @@ async def test_a_damaged_file_is_a_miss(anyio_backend: object, damage: str, tmp_
 
         def spoil(number: int) -> None:
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
-            key = storage._keys.keys([hashes[number - 1]])[0]
+            key = storage.store.keys.keys([hashes[number - 1]])[0]
             (path,) = _files(tmp_path, f"objects/*/{key}.kv")
             path.write_bytes(DAMAGES[damage](path.read_bytes()))
 
@@ -115,7 +115,7 @@ def test_an_object_under_a_foreign_key_is_corrupt(seed: int | None) -> None:
 
     async def main() -> None:
         async with open_small(url=f"memory://misfiled-{seed}") as small:
-            objects = small.cache.movers.storage.backend._objects  # type: ignore[attr-defined]
+            objects = small.cache.movers.storage.store.backend._objects  # type: ignore[attr-defined]
 
             def spoil(number: int) -> None:
                 keys = list(objects)
@@ -137,11 +137,11 @@ def test_a_foreign_namespace_is_a_plain_miss(facts: ModelFacts) -> None:
         async with open_small(config=theirs) as small:
             await request(small, prompt(PAGES))
             await small.cache.drain(10.0)
-            foreign = list(small.cache.movers.storage.backend._objects.values())  # type: ignore[attr-defined]
+            foreign = list(small.cache.movers.storage.store.backend._objects.values())  # type: ignore[attr-defined]
         async with open_small(url=f"memory://ours-{facts.weights}") as small:
-            backend = small.cache.movers.storage.backend
+            backend = small.cache.movers.storage.store.backend
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
-            keys = small.cache.movers.storage._keys.keys(hashes)
+            keys = small.cache.movers.storage.store.keys.keys(hashes)
             backend._objects.update(zip(keys, foreign, strict=True))  # type: ignore[attr-defined]
             async with small.cache.acquire(prompt(PAGES), deadline_s=5.0) as lease:
                 assert lease.usable_tokens == 0

@@ -1,0 +1,139 @@
+"""Attaching, replacing and detaching the storage while requests run.
+
+A transaction of three parts.  What can be refused is refused before anything happens, and opened beside what is in use; then Core
+decides, as an agreed intent, and the tier follows in that very place of its effects, so each job is about one store from its
+beginning to its end; then the old store is run down, within a deadline, whatever hangs in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.registry import open_backend
+from hicache_actors.config import Config
+from hicache_actors.core import Core
+from hicache_actors.errors import BackendError
+from hicache_actors.keys.namespace import Namespace
+from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.tiers.storage import Source, StorageTier, Store, StoreThreads
+
+T = TypeVar("T")
+Decide = Callable[[Callable[[Core], None]], Awaitable[None]]
+
+
+def source_of(config: Config, shape: KVShape, store: str | Backend) -> Source:
+    """A store by its URL or its backend, fit for this cache.  Raises `ConfigError`; nothing is opened."""
+    url = store if isinstance(store, str) else config.storage.url
+    limits = msgspec.structs.replace(config.storage, url=url)
+    config = msgspec.structs.replace(config, storage=limits)
+    config.check_storage()
+    keys = SuffixKeys(
+        Namespace(
+            model_id=config.model.model_id or "",
+            weights=config.model.weights or "",
+            dtype=shape.dtype,
+            page_size=shape.page_size,
+            layout=config.host.layout,
+            total_kv_heads=config.model.total_kv_heads or shape.heads,
+            head_group=shape.heads,
+            layer_partition=shape.layers,
+            replicated=shape.kv == 1,
+        )
+    )
+    hung = limits.max_hung_calls
+    threads = StoreThreads(
+        {
+            "query": limits.read_concurrency + hung,
+            "read": limits.read_concurrency + hung,
+            "write": limits.write_concurrency + hung,
+        }
+    )
+    if isinstance(store, str):
+        return Source(store, open_backend(store, threads), keys, threads)
+    return Source(type(store).__name__, store, keys, threads)
+
+
+class StorageSwitch:
+    """One transaction at a time; one that has begun goes on to its end, whatever becomes of who asked for it.  Loop thread.
+
+    ``decide`` runs an intent in Core's next section and waits for it.
+    """
+
+    def __init__(self, tier: StorageTier, decide: Decide, close_timeout_s: float) -> None:
+        self._tier, self._decide, self._close_timeout_s = tier, decide, close_timeout_s
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def attach(self, source: Source, deadline_s: float) -> None:
+        """See `HiCache.attach_storage`."""
+        await self._run(self._attach(self._tier.make(source), deadline_s))
+
+    async def detach(self, deadline_s: float) -> int:
+        """See `HiCache.detach_storage`."""
+        return await self._run(self._detach(deadline_s))
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for what has begun, then cancel it; an opened store is left to `StorageTier.close`."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_s)
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_s)
+
+    async def _attach(self, store: Store, deadline_s: float) -> None:
+        async with self._turn:
+            try:
+                await self._open(store, deadline_s)
+                self._tier.prepare(store)
+                old = self._tier.store
+                await self._decide(lambda core: core.set_storage(True))
+            except BaseException:
+                if self._tier.store is not store:
+                    self._tier.prepare(None)
+                    self._tier.close_store(store, self._close_timeout_s)
+                raise
+            if old is not None:
+                await self._run_down(old, anyio.current_time() + deadline_s)
+
+    async def _open(self, store: Store, deadline_s: float) -> None:
+        with anyio.move_on_after(deadline_s) as limit:
+            await store.open()
+        if limit.cancelled_caught:
+            raise BackendError(f"open {store.url}: no answer within {deadline_s} s")
+
+    async def _detach(self, deadline_s: float) -> int:
+        async with self._turn:
+            until_s = anyio.current_time() + deadline_s
+            store = self._tier.store
+            if store is None:
+                return 0
+            # An engine that makes no steps decides nothing: the store is cut off in time all the same, and Core learns of it later.
+            with anyio.CancelScope(deadline=until_s):
+                await self._decide(lambda core: core.set_storage(False))
+            await self._run_down(store, until_s)
+            return len(store.calls.open)
+
+    async def _run_down(self, store: Store, until_s: float) -> None:
+        await store.run_down(max(0.0, until_s - anyio.current_time()))
+        closing = self._tier.close_store(store, self._close_timeout_s)
+        await asyncio.wait({closing}, timeout=max(0.0, until_s - anyio.current_time()))
+
+    async def _run(self, transaction: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.get_running_loop().create_task(transaction, name="storage-switch")
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.wait({task})
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # who asked may have gone

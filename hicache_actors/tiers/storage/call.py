@@ -1,0 +1,81 @@
+"""A call to a store: who waits for it, and when it has really ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+from hicache_actors.tiers.storage.words import CallKind
+
+T = TypeVar("T")
+CallState: TypeAlias = Literal["new", "waiting", "running", "hung", "left"]
+
+
+class Call(Generic[T]):
+    """Answers once: with its result, or with ``otherwise`` when the store fails, the deadline passes or the call is refused.
+
+    Ends once, later perhaps: until then it may touch the memory that it was given.  Nobody cancels it.  Loop thread only.
+    """
+
+    def __init__(
+        self,
+        kind: CallKind,
+        otherwise: T,
+        *,
+        nbytes: int = 0,
+        priority: int = 0,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.kind, self.otherwise, self.nbytes, self.priority, self.wanted = kind, otherwise, nbytes, priority, wanted
+        self.state: CallState = "new"  #: with its lane
+        self.overdue = False  #: it has missed its deadline
+        self.ended = False
+        self.turn: asyncio.Future[bool] = loop.create_future()  #: whether it may begin
+        self._answer: asyncio.Future[T] = loop.create_future()
+        self._callbacks: list[Callable[[], None]] = []
+        self._withdraw: Callable[[], None] = lambda: None
+
+    async def answer(self) -> T:
+        """Cancelling this wait does not touch a call that runs; one that has not begun is withdrawn."""
+        try:
+            await asyncio.wait({self._answer})
+        except BaseException:
+            self._withdraw()
+            raise
+        return self._answer.result()
+
+    @property
+    def answered(self) -> bool:
+        return self._answer.done()
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """When it has ended; at once, if it has."""
+        if self.ended:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def when_answered(self, callback: Callable[[], None]) -> None:
+        self._answer.add_done_callback(lambda _: callback())
+
+    # -- for the store -------------------------------------------------------------------------------------------------
+
+    def on_withdraw(self, withdraw: Callable[[], None]) -> None:
+        self._withdraw = withdraw
+
+    def settle(self, value: T) -> None:
+        """Only the first answer counts."""
+        if not self._answer.done():
+            self._answer.set_result(value)
+
+    def give_up(self) -> None:
+        self.settle(self.otherwise)
+
+    def end(self) -> None:
+        self.give_up()
+        self.ended = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()

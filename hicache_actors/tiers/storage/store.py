@@ -1,0 +1,205 @@
+"""One store, attached for a time: its backend, the calls to it, and the jobs that are about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import Any
+
+import anyio
+import msgspec
+
+from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.objects import Verdict, seal_many, verify_many
+from hicache_actors.config import StorageConfig
+from hicache_actors.core.words import Slots
+from hicache_actors.errors import BackendError, HiCacheError
+from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.runtime import Workers
+from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.storage.call import Call
+from hicache_actors.tiers.storage.calls import Calls, Note
+from hicache_actors.tiers.storage.flights import Flights
+from hicache_actors.tiers.storage.threads import StoreThreads
+from hicache_actors.tiers.storage.words import CallBegun, Counted
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A store that has been found fit, and not been opened yet.  ``threads``: those lent to a backend that was made from a URL."""
+
+    url: str
+    backend: Backend
+    keys: SuffixKeys
+    threads: StoreThreads
+
+
+class Store:
+    """Written by its tier alone: in the tier's methods, and when calls begin and end.  Loop thread only.
+
+    ``workers`` verify and seal objects.  A job is bound to the store that was attached when Core opened it.
+    """
+
+    def __init__(
+        self, source: Source, config: StorageConfig, host: HostTier, workers: Workers, note: Note, log: Any
+    ) -> None:
+        self.url, self.backend, self.keys, self.threads = source.url, source.backend, source.keys, source.threads
+        self.read_concurrency = config.read_concurrency
+        self.closed = False
+        self._host, self._workers, self._note = host, workers, note
+        self._log = log.bind(url=source.url)
+        self._quiet = asyncio.Event()
+        self._jobs = 0
+        self.calls = Calls(config, note, self._log, self._look_quiet)
+        self._flights = Flights()
+
+    # -- for pipelines -------------------------------------------------------------------------------------------------
+
+    def query(self, hashes: Sequence[bytes], *, priority: int = 0) -> Call[int]:
+        """Length of the leading run that is stored; 0 if the store fails."""
+        keys = self.keys.keys(hashes)
+
+        async def ask() -> int:
+            return max(0, min(index(await self.backend.exists(keys)), len(keys)))
+
+        return self.calls.start(Call("query", 0, priority=priority), "query", ask, _as_is)
+
+    def read(
+        self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool], *, priority: int = 0
+    ) -> Call[int]:
+        """Read and verify a batch -> its leading pages that are right.  Skipped if not ``wanted`` when its turn comes."""
+        keys, objects = self.keys.keys(hashes), self._host.objects(slots)
+
+        async def read() -> list[bool]:
+            return list(await self.backend.read(keys, objects))[: len(keys)]
+
+        async def verify(found: list[bool]) -> int:
+            whole = next((at for at, here in enumerate(found) if not here), len(found))
+            verdicts = await self._workers.run(
+                verify_many, objects[:whole], self.keys.namespace_digest, hashes[:whole], self.keys.chunk
+            )
+            good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), whole)
+            self._note(Counted("read_pages", good))
+            for key, verdict in zip(keys, verdicts, strict=False):
+                if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
+                    self._quarantine(key)
+                elif verdict is Verdict.FOREIGN:
+                    self._note(Counted("foreign_pages", 1))
+            return good
+
+        call = Call("read", 0, nbytes=_nbytes(objects), priority=priority, wanted=wanted)
+        return self.calls.start(call, "read", read, verify)
+
+    def seal(self, hashes: Sequence[bytes], slots: Slots) -> Call[bool]:
+        """Write checksum and header of each page into its slot, off the loop."""
+        objects = self._host.objects(slots)
+
+        async def seal() -> bool:
+            self._note(CallBegun("seal"))
+            await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunk)
+            return True
+
+        return self.calls.compute(Call("seal", False), seal)
+
+    def write(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> Call[Sequence[Stored]]:
+        """Store sealed pages -> what became of each, or () if the store fails.  What another call writes now is left to it."""
+        keys = self.keys.keys(hashes)
+        flight = self._flights.start(keys)
+        objects = self._host.objects(slots)
+        own_keys, own_objects = [keys[at] for at in flight.mine], [objects[at] for at in flight.mine]
+        nothing: Sequence[Stored] = ()
+        call = Call("write", nothing, nbytes=_nbytes(own_objects), wanted=wanted)
+        call.when_answered(lambda: flight.land({}))  # who hangs, or is refused, does not keep others from trying
+
+        async def write() -> dict[int, Stored]:
+            answers = [Stored(answer) for answer in await self.backend.write(own_keys, own_objects)]
+            outcomes = dict(zip(flight.mine, answers, strict=False))
+            flight.land({keys[at]: outcome for at, outcome in outcomes.items()})
+            self._note(Counted("written_pages", answers.count(Stored.WRITTEN)))
+            self._note(Counted("present_pages", answers.count(Stored.PRESENT)))
+            return outcomes
+
+        async def join(outcomes: dict[int, Stored]) -> Sequence[Stored]:
+            if flight.theirs:
+                await asyncio.wait(flight.theirs.values())  # each lands by its own deadline
+                joined = {at: landed.result() for at, landed in flight.theirs.items()}
+                self._note(Counted("joined_pages", sum(outcome is not Stored.FAILED for outcome in joined.values())))
+                outcomes |= joined
+            return [outcomes.get(at, Stored.FAILED) for at in range(len(keys))]
+
+        if not own_keys:
+            return self.calls.compute(call, lambda: join({}))
+        return self.calls.start(call, "write", write, join)
+
+    def enter(self) -> None:
+        """A job is about this store."""
+        self._jobs += 1
+
+    def leave(self) -> None:
+        self._jobs -= 1
+        self._look_quiet()
+
+    # -- for the tier --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Raises `BackendError` or `ConfigError`, whatever the backend raises."""
+        try:
+            await self.backend.open()
+        except HiCacheError:
+            raise
+        except Exception as error:
+            raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
+
+    async def run_down(self, timeout_s: float) -> None:
+        """Let the jobs that are about it end, then cut it off: no call is made any more, and nobody waits for one."""
+        with anyio.move_on_after(timeout_s):
+            while self._jobs or self.calls.open:
+                self._quiet.clear()
+                await self._quiet.wait()
+        self.calls.cut_off()
+
+    async def close(self, timeout_s: float) -> list[str]:
+        """Close the backend and its threads -> what has not ended.  Idempotent; calls that hang hang on."""
+        if self.closed:
+            return []
+        self.closed = True
+        self.calls.cut_off()
+        left: list[str] = []
+        with anyio.move_on_after(timeout_s) as limit:
+            try:
+                await self.backend.close()
+            except Exception as error:
+                self._log.warning("backend_close_failed", exc_info=error)
+        if limit.cancelled_caught:
+            left.append("the backend's close")
+        left += await self.threads.aclose(timeout_s)
+        return left
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        try:
+            return self.backend.stats()
+        except Exception as error:
+            return {"stats_failed": f"{type(error).__name__}: {error}"}
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _quarantine(self, key: str) -> None:
+        self._log.warning("object_quarantined", key=key)
+        self._note(Counted("corrupt_pages", 1))
+
+        async def quarantine() -> bool:
+            return await self.backend.quarantine(key)
+
+        self.calls.start(Call("quarantine", False), "query", quarantine, _as_is)
+
+    def _look_quiet(self) -> None:
+        if not self._jobs and not self.calls.open:
+            self._quiet.set()
+
+
+async def _as_is(value: Any) -> Any:
+    return value
+
+
+def _nbytes(objects: Sequence[memoryview]) -> int:
+    return sum(map(len, objects))
