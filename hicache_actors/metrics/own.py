@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from hicache_actors.metrics.table import Metric, Sample, by, counter, gauge, histogram, one, tokens_by
 
 if TYPE_CHECKING:
     from hicache_actors.api import Snapshot
+    from hicache_actors.tiers.storage import LaneSnapshot
 
 _PREFETCH_REFUSALS: Final = (
     "below_threshold",
@@ -20,6 +21,7 @@ _PREFETCH_REFUSALS: Final = (
     "no_storage",
     "disabled",
 )
+_BREAKER_STATES: Final = ("closed", "open", "half_open")
 _STATES: Final = ("open", "degraded", "disabled", "closing", "closed")
 
 
@@ -75,10 +77,48 @@ def _storage_pages(at: Snapshot) -> list[Sample]:
             "read": storage.read_pages,
             "written": storage.written_pages,
             "present": storage.present_pages,
+            "joined": storage.joined_pages,
             "corrupt": storage.corrupt_pages,
             "foreign": storage.foreign_pages,
         }
     )
+
+
+def _refused_calls(at: Snapshot) -> Iterator[Sample]:
+    if at.storage is not None:
+        for direction, reasons in at.storage.refused.items():
+            for reason, count in reasons.items():
+                yield (direction, reason), count
+
+
+def _lane_calls(at: Snapshot) -> Iterator[Sample]:
+    for direction, lane in _lanes(at):
+        yield (direction, "waiting"), lane.waiting_calls
+        yield (direction, "running"), lane.running_calls
+        yield (direction, "hung"), lane.hung_calls
+
+
+def _lane_bytes(at: Snapshot) -> Iterator[Sample]:
+    for direction, lane in _lanes(at):
+        yield (direction, "waiting"), lane.waiting_bytes
+        yield (direction, "in_flight"), lane.in_flight_bytes
+        yield (direction, "hung"), lane.hung_bytes
+
+
+def _lane_limits(at: Snapshot) -> Iterator[Sample]:
+    for direction, lane in _lanes(at):
+        if lane.limit_bytes is not None:
+            yield (direction,), lane.limit_bytes
+
+
+def _breakers(at: Snapshot) -> Iterator[Sample]:
+    for direction, lane in _lanes(at):
+        for state in _BREAKER_STATES:
+            yield (direction, state), float(state == lane.breaker.state)
+
+
+def _lanes(at: Snapshot) -> Iterable[tuple[str, LaneSnapshot]]:
+    return () if at.storage is None else at.storage.lanes.items()
 
 
 def _shadow(at: Snapshot) -> list[Sample]:
@@ -200,6 +240,25 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Calls to the store that failed.",
         lambda at: [] if at.storage is None else by(at.storage.errors),
         "call",
+    ),
+    counter(
+        "hicache_storage_refused_calls_total",
+        "Calls to the store that were not made: hung, breaker, credits, latency, detached.",
+        _refused_calls,
+        "direction",
+        "reason",
+    ),
+    gauge(
+        "hicache_storage_lane_calls", "Calls to the store by direction and state.", _lane_calls, "direction", "state"
+    ),
+    gauge("hicache_storage_lane_bytes", "Their bytes.", _lane_bytes, "direction", "state"),
+    gauge("hicache_storage_lane_limit_bytes", "Bytes that may be in flight.", _lane_limits, "direction"),
+    gauge("hicache_breaker_state", "1 for the state of the breaker of a direction.", _breakers, "direction", "state"),
+    counter(
+        "hicache_breaker_opened_total",
+        "How often the breaker of the attached store has opened.",
+        lambda at: [((direction,), lane.breaker.opened) for direction, lane in _lanes(at)],
+        "direction",
     ),
     gauge(
         "hicache_storage_open_calls",

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_actors import HiCache
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Fault, Faulty, Verb, at_random
-from hicache_actors.errors import ConfigError, MissingExtraError
+from hicache_actors.backends.wrappers import Access, Fault, Faulty, Verb, at_random
+from hicache_actors.errors import BackendError, ConfigError, MissingExtraError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.metrics import METRICS, SGLANG_METRICS, Collector
 from hicache_actors.testing.engines import NoRoom, StepEngine
@@ -128,7 +128,7 @@ async def test_a_scrape_over_http() -> None:
 
 async def test_a_scrape_while_an_engine_steps_in_its_own_thread() -> None:
     prompts = [(f"r{at}", prompt(5, family=at % 3)) for at in range(24)]
-    async with open_small(device_pages=20, host_pages=40, driver="step") as small:
+    async with open_small(device_pages=20, host_pages=40, driver="step", backend=MemoryBackend()) as small:
         engine = StepEngine(small.cache, small.model)
         done = False
         texts: list[Scrape] = []
@@ -151,6 +151,21 @@ async def test_a_scrape_while_an_engine_steps_in_its_own_thread() -> None:
             assert sum(pages[labels] for labels in _of(pages, "host")) == 40
         last = await anyio.to_thread.run_sync(scrape, small.cache)  # nobody steps any more
         assert sum(last["hicache_tokens_total"].values()) == 24 * 21
+
+
+async def test_an_open_breaker_and_the_calls_that_it_spares_show() -> None:
+    def fails(access: Access) -> Exception | None:
+        return BackendError("no route") if access.verb == "exists" else None
+
+    async with open_small(backend=Faulty(MemoryBackend(), fails), breaker_failures=3) as small:
+        for family in range(5):
+            await small.engine.answer(prompt(3, family=family))
+        at = scrape(small.cache)
+    assert at["hicache_breaker_state"][("query", "open")] == 1
+    assert at["hicache_breaker_state"][("read", "closed")] == 1
+    assert at["hicache_breaker_opened_total"][("query",)] == 1
+    assert at["hicache_storage_errors_total"][("query",)] == 3
+    assert at["hicache_storage_refused_calls_total"][("query", "breaker")] == 2
 
 
 async def test_a_closed_cache_can_still_be_scraped() -> None:

@@ -37,6 +37,7 @@ class StorageTier(Actor):
         self._next: Store | None = None
         self._detached: list[Store] = []
         self._closings: set[asyncio.Task[list[str]]] = set()
+        self._clock = asyncio.get_running_loop().time  # `usage` may be asked on any thread
         self.store = None if source is None else self.make(source)
         self._attached = int(source is not None)
 
@@ -94,7 +95,7 @@ class StorageTier(Actor):
         if not self._attached:
             return None
         self._detached = [store for store in self._detached if store.calls.open or not store.closed]
-        now_s, store = asyncio.get_running_loop().time(), self.store
+        now_s, store = self._clock(), self.store
         detached_calls = sum(len(each.calls.open) for each in self._detached)
         return StorageSnapshot(
             url=None if store is None else store.url,
