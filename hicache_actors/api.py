@@ -19,11 +19,14 @@ import msgspec
 
 from hicache_actors.assembly import DriverKind, Parts, build
 from hicache_actors.backends.backend import Backend
+from hicache_actors.blocks_api import BlockVerbs
 from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
+from hicache_actors.core.config import SlotOwner
+from hicache_actors.core.news import StepNews
 from hicache_actors.core.words import Match, Slots
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import ConfigError, HiCacheError, PeerError, StoppedError, TransferError, UsageError
+from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError, UsageError
 from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
@@ -77,7 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     shadow: ShadowSnapshot | None
 
 
-class HiCache:
+class HiCache(BlockVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -92,7 +95,7 @@ class HiCache:
         config: Config,
         kv: KVTensors | None = None,
         *,
-        slots: Literal["owned", "engine"] = "owned",
+        slots: SlotOwner = "owned",
         driver: DriverKind = "auto",
         device: Device | None = None,
         backend: Backend | None = None,
@@ -100,21 +103,15 @@ class HiCache:
         """A cache on the running loop, closed when the block ends.
 
         ``kv``: the engine's KV tensors; without them they are made (``config.shape``, ``config.device.pages``).
+        ``slots``: "owned" (the cache hands out device pages by `lease`) or "engine" (the engine owns its blocks and uses the verbs
+        of `BlockVerbs`; needs ``driver="step"``).
         ``driver``: "auto" (every call decides at once, on the loop) or "step" (an engine thread calls `begin_step`/`end_step`).
         ``device``, ``backend``: objects to use in place of those that the tensors and ``config.storage.url`` name.
 
         Raises `ConfigError` before anything is started, and `BackendError` if the store cannot be opened.  A bug inside that
         degraded the cache meanwhile is raised when the block ends, unless the block itself raised.
         """
-        if slots != "owned":
-            raise ConfigError(
-                "slots",
-                slots,
-                "engine-owned blocks are not built yet",
-                allowed=("owned",),
-                fix="let the cache own the slots",
-            )
-        parts = build(config, kv, driver=driver, device=device, backend=backend)
+        parts = build(config, kv, slots=slots, driver=driver, device=device, backend=backend)
         cache = HiCache(parts)
         try:
             await parts.start()
@@ -178,21 +175,23 @@ class HiCache:
         """While it is true an engine with driver="step" makes (empty) steps.  Always False with driver="auto"."""
         return self.driver.needs_step
 
-    def begin_step(self, timeout_s: float = 5.0) -> None:
-        """Open a step on this thread, which owns the decisions until the next one: apply what has ended since.
+    def begin_step(self, timeout_s: float = 5.0) -> StepNews:
+        """Open a step on this thread, which owns the decisions until the next one: apply what has ended since, and name it.
 
         Blocks up to 5 ms in an empty step, to pace it.  driver="step" only.
         """
         self._check_open()
         self._step_driver().begin_step(timeout_s)
+        return self.core.news
 
-    async def begin_step_async(self, timeout_s: float = 5.0) -> None:
+    async def begin_step_async(self, timeout_s: float = 5.0) -> StepNews:
         """`begin_step` for an engine that runs on the loop: never blocks it."""
         self._check_open()
         driver = self._step_driver()
         if (pace_s := driver.pace_s) > 0:
             await anyio.sleep(pace_s)
         driver.begin_step(timeout_s, pace=False)
+        return self.core.news
 
     def end_step(self) -> None:
         """Close the step: what it decided is started."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
+from hicache_actors.core.config import SlotOwner
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, TransferError
@@ -46,6 +47,7 @@ class Parts:
         memory: HostMemory,
         device: Device,
         source: Source | None,
+        slots: SlotOwner,
         driver: DriverKind,
         report: SizingReport,
         disabled: str | None,
@@ -53,7 +55,7 @@ class Parts:
         self.config, self.kv, self.memory, self.device = config, kv, memory, device
         self.report, self.disabled = report, disabled
         self.log = bind_log(part="cache")
-        self.core = Core(_core_config(config, kv, memory, storage=source is not None, enabled=disabled is None))
+        self.core = Core(_core_config(config, kv, memory, slots, storage=source is not None, enabled=disabled is None))
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
@@ -153,7 +155,13 @@ class Parts:
 
 
 def build(
-    config: Config, kv: KVTensors | None, *, driver: DriverKind, device: Device | None, backend: Backend | None
+    config: Config,
+    kv: KVTensors | None,
+    *,
+    slots: SlotOwner,
+    driver: DriverKind,
+    device: Device | None,
+    backend: Backend | None,
 ) -> Parts:
     """Raises `ConfigError` for parts that do not fit together."""
     if driver not in ("auto", "step"):
@@ -164,6 +172,7 @@ def build(
             allowed=("auto", "step"),
             fix="'auto' for requests on the loop, 'step' for an engine that makes steps",
         )
+    _check_owner(config, slots, driver)
     if backend is not None and config.storage.url is not None:
         raise ConfigError(
             "storage.url", config.storage.url, "a backend was given as well", fix="leave the URL out, or the backend"
@@ -175,7 +184,7 @@ def build(
     if disabled is not None:
         report = sizing_report(config, tensors.shape, device_pages=tensors.pages)
         memory, chosen = HostMemory(layout, 1), device or open_device(str(tensors.device))
-        return Parts(config, tensors, memory, chosen, None, driver, report, disabled)
+        return Parts(config, tensors, memory, chosen, None, slots, driver, report, disabled)
     store = config.storage.url if backend is None else backend
     source = None if store is None else source_of(config, tensors.shape, store)  # refused before memory is taken
     budget = host_budget(
@@ -197,7 +206,38 @@ def build(
     )
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
-    return Parts(config, tensors, memory, chosen, source, driver, report, disabled)
+    return Parts(config, tensors, memory, chosen, source, slots, driver, report, disabled)
+
+
+def _check_owner(config: Config, slots: SlotOwner, driver: DriverKind) -> None:
+    if slots not in get_args(SlotOwner):
+        raise ConfigError(
+            "slots",
+            slots,
+            "unknown",
+            allowed=get_args(SlotOwner),
+            fix="'owned', or 'engine' if the engine owns its blocks",
+        )
+    if slots == "owned":
+        return
+    if driver != "step":
+        raise ConfigError(
+            "slots",
+            slots,
+            "an engine that owns its blocks makes steps",
+            allowed=("owned",),
+            fix="open it with driver='step'",
+        )
+    if config.shadow:
+        raise ConfigError("shadow", True, "needs slots of the cache's own", allowed="False", fix="switch it off")
+    if config.write_policy != "write_through":
+        raise ConfigError(
+            "write_policy",
+            config.write_policy,
+            "an engine that owns its blocks decides what is saved",
+            allowed=("write_through",),
+            fix="leave it out, and call save_from for what is to be kept",
+        )
 
 
 def _own_tensors(config: Config) -> KVTensors:
@@ -241,7 +281,9 @@ def _check_kv(config: Config, kv: KVTensors) -> None:
         )
 
 
-def _core_config(config: Config, kv: KVTensors, memory: HostMemory, *, storage: bool, enabled: bool) -> CoreConfig:
+def _core_config(
+    config: Config, kv: KVTensors, memory: HostMemory, slots: SlotOwner, *, storage: bool, enabled: bool
+) -> CoreConfig:
     return CoreConfig(
         page_size=config.page_size,
         device_pages=kv.pages,
@@ -250,6 +292,7 @@ def _core_config(config: Config, kv: KVTensors, memory: HostMemory, *, storage: 
         eviction=config.eviction,
         storage=storage,
         enabled=enabled,
+        slots=slots,
         prefetch_threshold_tokens=config.storage.prefetch_threshold_tokens,
         prefetch_policy=config.storage.prefetch_policy,
     )

@@ -128,6 +128,19 @@ class Load:
         return min(failed, key=lambda result: result.valid_tokens) if failed else LoadResult(self.tokens)
 
 
+class BlockLoad(Load):
+    """Copies into blocks that the engine owns.
+
+    They are the engine's again when `begin_step` names ``id`` in ``ended``; waits are valid until then.
+    """
+
+    def __init__(self, inside: Inside, load_id: str, job: int, tokens: int) -> None:
+        loads = _Loads(inside)
+        loads.follow(inside, (job,))
+        super().__init__(inside, loads, tokens)
+        self.id = load_id
+
+
 class Lease:
     """A request's pins on the pages of its prompt, and its own pages.  ``async with`` or `release` gives everything back.
 

@@ -125,6 +125,10 @@ class Driver(abc.ABC):
                 self._break(exc)
                 return verb(self.core)
 
+    def poll(self, verb: Callable[[Any], T]) -> T:
+        """`decide` for a verb that is asked again and again: its None does not count as work of this step."""
+        return self.decide(verb)
+
     def check_owner(self) -> None:
         """For reads of Core (`match`, results): raises UsageError on a thread that does not own Core."""
         if not self.owned_here:

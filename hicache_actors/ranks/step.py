@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from hicache_actors.core.words import Effect
 from hicache_actors.errors import PeerError, UsageError
 from hicache_actors.ranks.board import Board
 from hicache_actors.ranks.driver import Driver, Intent, Replica
 from hicache_actors.ranks.round import Agreed, Exchange, Pending, Round, RoundVector, exchange_alone
+
+T = TypeVar("T")
 
 PACE_S: Final = 0.005  #: an empty step waits at most this long for local news
 
@@ -122,6 +124,14 @@ class StepDriver(Driver):
     def catch_up(self) -> None:
         """Nothing is applied between steps."""
         self.check_owner()
+
+    def poll(self, verb: Callable[[Any], T]) -> T:
+        """`decide`; a step in which nothing but None came of it is an empty one, and the next `begin_step` paces it."""
+        idle = self._idle
+        answer = self.decide(verb)
+        if answer is None:
+            self._idle = idle
+        return answer
 
     def post(self, intent: Intent) -> None:
         """Any thread, one rank (or the leader's intake): the next `begin_step` runs it, after the queued releases."""

@@ -16,6 +16,7 @@ from hicache_actors.api import HiCache
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config, Deadlines, HostConfig, ModelFacts, StorageConfig
+from hicache_actors.core.config import SlotOwner
 from hicache_actors.cuda_ext.controls import ControlledDevice
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.keys.prompt import Prompt
@@ -75,6 +76,7 @@ async def open_small(
     device_pages: int = 16,
     config: Config | None = None,
     backend: Backend | None = None,
+    slots: SlotOwner = "owned",
     driver: DriverKind = "auto",
     check_pools: bool = True,
     **settings: Any,
@@ -84,7 +86,7 @@ async def open_small(
     device: ControlledDevice[Any] = TorchCpuDevice() if threads else SimDevice()
     kv = KVTensors.make(SHAPE, device_pages)
     async with HiCache.open(
-        config or small_config(**settings), kv, device=device, backend=backend, driver=driver
+        config or small_config(**settings), kv, device=device, backend=backend, slots=slots, driver=driver
     ) as cache:
         model = ToyModel(kv)
         yield Small(cache, model, LoopEngine(cache, model, threads=threads), device)
