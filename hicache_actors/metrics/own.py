@@ -60,6 +60,7 @@ def _unsaved(at: Snapshot) -> Iterator[Sample]:
         ("write_back", "failed"),
         ("backup", "failed"),
         ("backup", "given_up"),
+        ("save", "refused"),
     ):
         yield (stage, reason), at.counts.get(f"{stage}_{reason}_pages", 0)
 
