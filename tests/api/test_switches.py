@@ -152,18 +152,23 @@ async def test_what_every_tier_has_is_compared_and_nobody_is_served(anyio_backen
         assert small.cache.snapshot().core.fetches.fulfilled_pages == 5
 
 
-async def test_a_difference_is_counted_each_time_and_named_once() -> None:
-    with structlog.testing.capture_logs() as logs:
-        async with open_small(device_pages=24, config=shadow()) as small:
-            asked = prompt(5)
+async def test_a_difference_is_counted_each_time_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = structlog.testing.LogCapture()
+    monkeypatch.setattr(
+        "hicache_actors.shadow_mode.bind_log",
+        lambda **_: structlog.wrap_logger(None, processors=[told], wrapper_class=structlog.BoundLogger),
+    )
+    async with open_small(device_pages=24, config=shadow()) as small:
+        asked = prompt(5)
+        await small.engine.answer(asked)
+        spoil(small.cache, page=small.cache.core.lease(asked, "look").pages[2])
+        small.cache.core.release(small.cache.core.state.leases["look"])
+        for _ in range(2):
             await small.engine.answer(asked)
-            spoil(small.cache, page=small.cache.core.lease(asked, "look").pages[2])
-            small.cache.core.release(small.cache.core.state.leases["look"])
-            for _ in range(2):
-                await small.engine.answer(asked)
-            assert await compared(small) == ShadowSnapshot(8, 2, 0)
-    named = [log["page_hash"] for log in logs if log["event"] == "shadow_page_differs"]
-    assert named == [asked.page_hashes(4, 3)[2].hex()]
+        assert await compared(small) == ShadowSnapshot(8, 2, 0)
+    assert [(line["event"], line["page_hash"]) for line in told.entries] == [
+        ("shadow_page_differs", asked.page_hashes(4, 3)[2].hex())
+    ]
 
 
 def spoil(cache: HiCache, page: int) -> None:

@@ -96,5 +96,6 @@ async def test_keys_are_not_told() -> None:
 
 
 async def test_the_default_logger_is_silent_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    structlog.reset_defaults()  # whatever other tests have configured
     await Logging(MemoryBackend()).exists(KEYS)
     assert capfd.readouterr() == ("", "")
