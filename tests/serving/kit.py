@@ -63,6 +63,7 @@ def model_of(family: str, *, layers: int = 2) -> Any:
         "initializer_range": 0.3,  # logits far apart: texts are varied
         "tie_word_embeddings": False,
     }
+    model: Any
     if family == "llama":
         model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2))
     elif family == "qwen3":
@@ -80,8 +81,14 @@ def model_of(family: str, *, layers: int = 2) -> Any:
             )
         )
     else:
-        latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        experts = {
+        latent: dict[str, Any] = {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        }
+        experts: dict[str, Any] = {
             "n_routed_experts": 8,
             "n_group": 2,
             "topk_group": 1,

@@ -47,7 +47,7 @@ def test_packed_chunks_compute_what_the_model_computes(family: str) -> None:
     served = ServedModel(model, KVTensors.make(kv_shape_of(model, page_size=PAGE_SIZE), 32))
     pages = ((3, 9, 1), (2, 4), (5, 6, 7, 8, 10))
     start = [0, 0, 0]
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for chunks in ((8, 12, 5), (12, 1, 20), (1, 0, 15)):
         parts = [at for at in range(3) if chunks[at]]
         pieces = [Piece(ids[at][start[at] : start[at] + chunks[at]], start[at], pages[at]) for at in parts]

@@ -23,6 +23,7 @@ from hicache_actors.integrations.serving import (
     ServingEngine,
     sampled,
 )
+from hicache_actors.integrations.serving.request import Pass
 from hicache_actors.integrations.transformers import kv_shape_of
 from hicache_actors.keys.scope import Scope
 from hicache_actors.memory.kv import KVTensors
@@ -44,7 +45,7 @@ class Gated:
     def __init__(self, served: ServedModel) -> None:
         self.entered, self._open = threading.Event(), threading.Event()
         self._forward = served.forward
-        served.forward = self._wait  # type: ignore[method-assign, assignment]
+        served.forward = self._wait  # type: ignore[method-assign]
 
     def _wait(self, pieces: Sequence[Piece], **settings: Any) -> torch.Tensor:
         self.entered.set()
@@ -248,7 +249,7 @@ async def test_a_pass_that_raises_ends_its_requests_and_no_others(driver: Driver
                 raise ArithmeticError("planted")
             return forward(pieces, **settings)
 
-        s.served.forward = broken  # type: ignore[method-assign, assignment]
+        s.served.forward = broken  # type: ignore[method-assign]
         generation = submitted(s.engine, [66, 67], 5)
         with pytest.raises(ArithmeticError, match="planted"):
             await generation.finished()
@@ -261,12 +262,12 @@ async def test_an_engine_that_breaks_ends_everybody_and_says_why() -> None:
     with pytest.raises(HiCacheError, match="planted"):  # noqa: PT012  the engine is open meanwhile
         async with serving(model_of("llama"), pages=32) as s:
 
-            def broken(*args: object) -> None:
+            def broken(under_way: Sequence[Pass]) -> Pass | None:
                 raise HiCacheError("planted")
 
             generation = submitted(s.engine, tokens(1, 9), 50)
             await anext(generation)
-            s.engine._scheduler.plan = broken  # type: ignore[method-assign, assignment]
+            s.engine._scheduler.plan = broken  # type: ignore[method-assign]
             with pytest.raises(HiCacheError, match="planted"):
                 await generation.finished()
             with pytest.raises(HiCacheError, match="failed"):

@@ -9,7 +9,7 @@ import pytest
 from hicache_actors import Prompt, TransferError
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Fault, Faulty, at_random
+from hicache_actors.backends.wrappers import Fault, Faulty, Verb, at_random
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 
 from .kit import Serving, answer, eventually, model_of, replayed, serving, tokens
@@ -96,7 +96,12 @@ async def test_an_abort_during_a_load_takes_nothing_along(driver: DriverKind) ->
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_store_that_fails_costs_reuse_only(driver: DriverKind, tmp_path: Path) -> None:
     model = model_of("qwen3")
-    rates = {("read", Fault.FLIP): 0.3, ("read", OSError): 0.2, ("write", OSError): 0.2, ("exists", OSError): 0.2}
+    rates: dict[tuple[Verb, Fault | type[Exception]], float] = {
+        ("read", Fault.FLIP): 0.3,
+        ("read", OSError): 0.2,
+        ("write", OSError): 0.2,
+        ("exists", OSError): 0.2,
+    }
     backend = Faulty(MemoryBackend(), at_random(1, rates))
     with ScheduleRecorder(tmp_path / "schedule") as record:
         async with serving(model, pages=10, host_pages=14, backend=backend, driver=driver, recorder=record) as s:

@@ -20,6 +20,7 @@ from hicache_actors.integrations.serving.words import ServingConfig
 from hicache_actors.keys.prompt import Prompt
 
 _RETRY_S: Final = 0.005  #: room that running copies free is looked for this often
+_MOST_FETCHES: Final = 4  #: of one admission: who always loses its pages again computes them
 
 Watch = Callable[[Callable[[], Coroutine[Any, Any, object]]], None]
 """Have the engine look again when this wait, on the loop, is over."""
@@ -64,6 +65,10 @@ class Admission:
                 break
             if request.prefetch is None or not request.prefetch.settled or self._follows(request, holders):
                 continue
+            if self._has_lost_pages(request):
+                self._prefetch(request)
+                if not request.prefetch.settled:
+                    continue
             if not self._lease(request, len(holders)):
                 self.freed = False
                 self._next_try_s = time.monotonic() + _RETRY_S
@@ -79,12 +84,24 @@ class Admission:
             if fetching >= self.config.max_fetching:
                 break
             if request.prefetch is None:
-                request.prefetch = self.cache.prefetch(
-                    request.prompt, request.rid, deadline_s=self.config.fetch_deadline_s
-                )
-                if not request.prefetch.settled:
-                    self._watch(request.prefetch.wait)
+                self._prefetch(request)
+            assert request.prefetch is not None
             fetching += not request.prefetch.settled
+
+    def _prefetch(self, request: Request) -> None:
+        request.covered_tokens = self.cache.match(request.prompt).host
+        request.prefetch = self.cache.prefetch(request.prompt, request.rid, deadline_s=self.config.fetch_deadline_s)
+        request.fetches += 1
+        if not request.prefetch.settled:
+            self._watch(request.prefetch.wait)
+
+    def _has_lost_pages(self, request: Request) -> bool:
+        """Whether pages that it counted on have left device and host while it waited: then storage is asked once more."""
+        assert request.prefetch is not None
+        if request.fetches >= _MOST_FETCHES:
+            return False
+        covered = request.covered_tokens + request.prefetch.agreed_tokens
+        return self.cache.match(request.prompt).host < min(covered, len(request.prompt) - self._page_size)
 
     def _follows(self, request: Request, holders: Sequence[Request]) -> bool:
         """Whether a running request is about to compute pages that this one could use."""
@@ -126,6 +143,7 @@ class Admission:
         request.launched_tokens = request.computed_tokens = lease.usable_tokens
         request.committed_pages = lease.usable_tokens // self._page_size
         request.prefetch = request.last_pass = request.short_since_s = None
+        request.fetches = 0
         if request.account is None or (request.recompute and not request.new_tokens):
             request.account = lease.account
         request.recompute = False

@@ -75,14 +75,14 @@ class ServedModel:
         return min(pool_tokens, getattr(self.model.config, "max_position_embeddings", None) or pool_tokens)
 
     def forward(
-        self, pieces: Sequence[Piece], *, loads: Sequence[LayerWait] = (), rows: Rows | None = None
+        self, pieces: Sequence[Piece], *, load: LayerWait | None = None, rows: Rows | None = None
     ) -> torch.Tensor:
         """Compute one step -> logits [pieces, vocabulary] after the last token of each piece.
 
-        ``loads`` are waited for layer by layer.  ``rows`` takes the pool's place (a replay).  Raises `LoadFailed`; pages that were
+        ``load`` is waited for layer by layer.  ``rows`` takes the pool's place (a replay).  Raises `LoadFailed`; pages that were
         to be computed are then half written, and computing them again is all that is needed.
         """
-        step = Step(pieces, self.kv.shape.page_size, self.kv.device, loads)
+        step = Step(pieces, self.kv.shape.page_size, self.kv.device, load)
         cache = step_cache(step, rows or self.pool, self.kv.shape.layers, self._latent_dim)
         with torch.inference_mode():
             output = self.model(

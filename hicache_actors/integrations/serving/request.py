@@ -40,6 +40,8 @@ class Request:
         self.new_tokens = 0
         self.attempt = 0  #: number of the current admission, unique in the engine; 0 while it holds no lease
         self.prefetch: Prefetch | None = None
+        self.covered_tokens = 0  #: on device and host when its pages were last asked for
+        self.fetches = 0  #: of this admission
         self.lease: Lease | None = None
         self.load: Load | None = None  #: not agreed yet
         self.launched_tokens = self.computed_tokens = self.committed_pages = 0
@@ -89,8 +91,8 @@ class Part:
 class Pass:
     """One forward pass, from its launch to its settlement.  `run` belongs to the thread that computes."""
 
-    def __init__(self, parts: Sequence[Part], before: Pass | None, loads: Sequence[Load] = ()) -> None:
-        self.parts, self.loads = tuple(parts), tuple(loads)
+    def __init__(self, parts: Sequence[Part], before: Pass | None, load: Load | None = None) -> None:
+        self.parts, self.load = tuple(parts), load
         self.ended = Completion()  #: its memory is not touched any more
         self.tokens: list[int | None] = []
         self.pieces: list[Piece] = []
@@ -102,7 +104,7 @@ class Pass:
         """Compute and sample.  Never raises: what went wrong is ``error``."""
         try:
             self.pieces = [Piece(self._tokens_of(part), part.start, part.pages) for part in self.parts]
-            self.logits = model.forward(self.pieces, loads=self.loads)
+            self.logits = model.forward(self.pieces, load=self.load)
             self.tokens = [
                 part.request.sampler(row, part.stop) if part.samples else None
                 for part, row in zip(self.parts, self.logits, strict=True)
@@ -126,5 +128,5 @@ class Pass:
 
     @property
     def settled(self) -> bool:
-        """It has ended, and the loads that it read are agreed."""
-        return self.ended.query() and all(load.result() is not None for load in self.loads)
+        """It has ended, and the load that it read is agreed."""
+        return self.ended.query() and (self.load is None or self.load.result() is not None)

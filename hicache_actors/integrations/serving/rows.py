@@ -12,7 +12,7 @@ import torch
 
 from hicache_actors.errors import HiCacheError, MissingExtraError
 from hicache_actors.integrations.hf_cache import LoadFailed
-from hicache_actors.integrations.serving.step import Step
+from hicache_actors.integrations.serving.step import LayerWait, Step
 from hicache_actors.memory.kv import KVTensors
 
 try:
@@ -39,14 +39,9 @@ class PoolRows:
         self._buffers: list[torch.Tensor] = [tensor.new_empty(0) for tensor in kv.layer(0)]
 
     def exchange(self, step: Step, layer: int, new: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `Rows`.  Waits for the loads of the step; raises `LoadFailed` if this layer does not come."""
-        for load in step.loads:
-            try:
-                arrived = load.wait(layer, self.load_timeout_s)
-            except HiCacheError as error:
-                raise LoadFailed(f"layer {layer} of a cached prefix did not arrive") from error
-            if not arrived:
-                raise LoadFailed(f"layer {layer} of a cached prefix did not arrive within {self.load_timeout_s} s")
+        """See `Rows`.  Waits for the load of the step; raises `LoadFailed` if this layer does not come."""
+        if step.load is not None:
+            self._wait(step.load, layer)
         found = []
         for index, (pool, rows) in enumerate(zip(self.kv.layer(layer), new, strict=True)):
             pool.index_put_((step.write_pages, step.write_rows), rows)
@@ -54,6 +49,14 @@ class PoolRows:
             torch.index_select(pool, 0, step.table, out=buffer)
             found.append(buffer.flatten(0, 1))
         return tuple(found)
+
+    def _wait(self, load: LayerWait, layer: int) -> None:
+        try:
+            arrived = load.wait(layer, self.load_timeout_s)
+        except HiCacheError as error:
+            raise LoadFailed(f"layer {layer} of a cached prefix did not arrive") from error
+        if not arrived:
+            raise LoadFailed(f"layer {layer} of a cached prefix did not arrive within {self.load_timeout_s} s")
 
     def _buffer(self, index: int, pool: torch.Tensor, n_pages: int) -> torch.Tensor:
         buffer = self._buffers[index]

@@ -69,30 +69,26 @@ class Scheduler:
         self.looks_again = self.looks_again or bool(self.admission.waiting)
         if parts:
             return self._launch(parts, under_way)
-        return None if under_way or ready else self._plan_over_loads()
+        return None if under_way or ready else self._plan_over_load()
 
-    def _plan_over_loads(self) -> Pass | None:
-        """Nothing else to do: compute on top of prefixes that are still being loaded, waiting layer by layer.
+    def _plan_over_load(self) -> Pass | None:
+        """Nothing else to do: compute on top of a prefix that is still being loaded, waiting layer by layer.
 
-        Such a pass is settled when its loads are agreed; with others to serve it would make them wait.
+        Such a pass is settled when its load is agreed.  It has nobody else in it, who would have to wait for that as well.
         """
-        budget = self.config.max_step_tokens
-        parts: list[Part] = []
         for request in self.running:
-            n_tokens = min(budget, request.todo_tokens)
-            if n_tokens > 0:
-                parts.append(self._part(request, n_tokens))
-                budget -= n_tokens
-        loads = [part.request.load for part in parts if part.request.load is not None]
-        return self._launch(parts, (), loads) if parts else None
+            if request.load is not None and request.todo_tokens > 0:
+                n_tokens = min(self.config.max_step_tokens, request.todo_tokens)
+                return self._launch([self._part(request, n_tokens)], (), request.load)
+        return None
 
     def _part(self, request: Request, n_tokens: int) -> Part:
         part = Part(request, n_tokens)
         request.launched_tokens += n_tokens
         return part
 
-    def _launch(self, parts: list[Part], under_way: Sequence[Pass], loads: Sequence[Load] = ()) -> Pass:
-        launched = Pass(parts, under_way[-1] if under_way else None, loads)
+    def _launch(self, parts: list[Part], under_way: Sequence[Pass], load: Load | None = None) -> Pass:
+        launched = Pass(parts, under_way[-1] if under_way else None, load)
         for part in parts:
             part.request.last_pass = launched
         self.counts["steps"] += 1
@@ -157,19 +153,18 @@ class Scheduler:
 
     def settle(self, ended: Pass) -> None:
         """Take in what a pass has computed: tokens, pages, endings.  Only if it is `Pass.settled`."""
-        error = ended.error
-        for part in ended.parts:
-            load = part.request.load
-            if part.attempt == part.request.attempt and load is not None:
-                result = load.result()
-                assert result is not None
-                if result.failed is None:
-                    self._proven(part.request)
-                else:
-                    self._load_failed(part.request)
-                    error = error or LoadFailed(result.failed)
-        if error is not None:
-            self._failed(ended, error)
+        if ended.load is not None:
+            request = ended.parts[0].request
+            if ended.parts[0].attempt != request.attempt:
+                return  # nobody has use for it, and what it read may not be known
+            result = ended.load.result()
+            assert result is not None
+            if result.failed is not None:
+                self._load_failed(request)
+                return
+            self._proven(request)
+        if ended.error is not None:
+            self._failed(ended, ended.error)
             return
         if self.recorder is not None:
             said = [

@@ -44,7 +44,7 @@ class Step:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], page_size: int, device: torch.device, loads: Sequence[LayerWait] = ()
+        self, pieces: Sequence[Piece], page_size: int, device: torch.device, load: LayerWait | None = None
     ) -> None:
         ids: list[int] = []
         positions: list[int] = []
@@ -62,7 +62,7 @@ class Step:
             write_pages += [piece.pages[at // page_size] for at in range(piece.start, end)]
             table += piece.pages[:n_pages]
         self.segments = tuple(segments)
-        self.loads = tuple(loads)
+        self.load = load
         self.n_pages = len(table)
         self.ids = torch.tensor([ids], device=device)
         self.positions = torch.tensor([positions], device=device)
