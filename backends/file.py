@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -37,6 +38,7 @@ _NO_SUCH_FOLDER: Final = _FINAL | {errno.ENOENT, errno.EEXIST, errno.ENOLCK, err
 
 _ROWS_PER_HOP: Final = 16  # scans of a shard before a worker thread is free for others again
 _CHECK_EVERY_S: Final = 1.0
+_CHECK_PART: Final = 50  # of the time, at most, goes into the rolling check
 _COUNT_AT_OPEN: Final = 20_000  # objects are counted anew; more than that are taken as the ledger has them
 _ROOM_S: Final = 5.0
 _KEEP_IDENTITIES: Final = 8192
@@ -75,7 +77,7 @@ class FileBackend(Backend):
             await self._admin(self._folder.open)
         except OSError as error:
             raise self._refusal(error) from error
-        with self._errors("open"):
+        with self._errors("open", undo=self._folder.close):
             few = self._folder.ledger.usage.objects <= _COUNT_AT_OPEN
             await self._check(range(N_ROWS) if few else await self._admin(unchecked, self._folder))
         self._next_check_s = anyio.current_time() + _CHECK_EVERY_S
@@ -114,8 +116,12 @@ class FileBackend(Backend):
         self._counts["present"] += outcomes.count(Stored.PRESENT)
         self._note("write", outcomes.count(Stored.FAILED), error, fatal=not any(outcomes))
         if now_s >= self._next_check_s:
-            self._next_check_s = now_s + _CHECK_EVERY_S
-            await self._check_some()
+            self._next_check_s = math.inf  # one at a time
+            try:
+                await self._check_some()
+            finally:
+                took_s = anyio.current_time() - now_s
+                self._next_check_s = now_s + max(_CHECK_EVERY_S, took_s * _CHECK_PART)
         return outcomes
 
     async def delete(self, keys: Sequence[str]) -> int:
@@ -257,10 +263,12 @@ class FileBackend(Backend):
             raise _translated(verb, error) from error
 
     @contextmanager
-    def _errors(self, verb: str) -> Iterator[None]:
+    def _errors(self, verb: str, undo: Callable[[], None] | None = None) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if undo is not None:
+                undo()
             self._note(verb, 1, error, fatal=True)
 
 

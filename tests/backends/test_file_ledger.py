@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hicache_actors.backends import Stored
 from hicache_actors.backends.evictor import Evictor, check, unchecked
@@ -196,6 +203,11 @@ class SharedFolder(RuleBasedStateMachine):
 
 SharedFolder.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestSharedFolder = SharedFolder.TestCase
+
+
+@pytest.mark.slow
+def test_shared_folder_at_length() -> None:
+    run_state_machine_as_test(SharedFolder, settings=settings(max_examples=500, stateful_step_count=50))
 
 
 # -- single facts -----------------------------------------------------------------------------------------------------

@@ -209,6 +209,26 @@ async def test_files_that_are_not_ours_survive_eviction_and_clear(tmp_path: Path
     assert (backend.stats()["bytes"], backend.stats()["objects"]) == (0, 0)
 
 
+@pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True, scope="module")
+async def test_the_rolling_check_finds_what_others_did(
+    tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the time of some 65 seconds of writing, also in a folder that is too large to be counted at start."""
+    first = await opened()
+    await store(first, [f"k{i}" for i in range(30)])
+    await first.close()
+    for i in range(10):
+        file_of(tmp_path, f"k{i}").unlink()
+    monkeypatch.setattr("hicache_actors.backends.file._COUNT_AT_OPEN", 0)
+    backend = await opened()
+    assert backend.stats()["objects"] == 30
+    for i in range(67):
+        await anyio.sleep(1.01)
+        await store(backend, [f"new{i % 3}"])
+    await backend.delete(["absent"])
+    check_count(backend, tmp_path)
+
+
 # -- several stores ---------------------------------------------------------------------------------------------------
 
 
