@@ -124,7 +124,7 @@ class Calls:
 
     def _breaker(self, config: StorageConfig, direction: Direction) -> Breaker:
         def changed(old: BreakerState, new: BreakerState) -> None:
-            log = self._log.warning if new == "open" else self._log.info
+            log = self._log.warning if (old, new) == ("closed", "open") else self._log.info
             log(f"breaker_{new}", direction=direction, before=old, error=breaker.last_error)
 
         breaker = Breaker(
