@@ -16,6 +16,10 @@ EXAMPLES: dict[str, tuple[list[str], str]] = {
     "custom_tier.py": (["--prompts", "4"], "mirrored 54 of 54 pages"),
     "quickstart.py": (["--prompt-tokens", "200"], "reused tokens with wrong bytes: 0"),
     "restart_warm.py": (["--prompts", "3"], "every byte as it was"),
+    "serve_chat.py": (
+        ["--sessions", "3", "--turns", "2", "--doc-tokens", "100", "--device-pages", "40", "--threads", "1"],
+        "0 passes with other logits",
+    ),
     "step_engine.py": (["--requests", "12"], "reused tokens with wrong bytes: 0"),
 }
 
