@@ -36,9 +36,8 @@ QUARANTINE_KEEP: Final = 64
 TOUCH_AFTER_S: Final = 10
 """An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
 
-_READ: Final = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # somebody's pipe under our name must not block us
+# Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -215,13 +216,34 @@ async def test_a_folder_that_becomes_forbidden(tmp_path: Path, backend: FileBack
     check_count(backend, tmp_path)
 
 
-async def test_one_object_that_may_not_be_read(tmp_path: Path, backend: FileBackend) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    await store(backend, KEYS[:3])
-    [file] = (tmp_path / "store").glob("objects/*/page1.kv")
+def for_everybody_but(root: Path, name: str) -> Path:
+    """Let everybody use a store, except for one file -> that file."""
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    [file] = root.glob(f"store/objects/*/{name}")
     file.chmod(0)
-    assert await fetch(backend, KEYS[:3]) == [True, False, True]
+    return file
+
+
+async def test_one_object_that_may_not_be_read(workers: Workers) -> None:
+    """Field report B072: it does not spoil its batch, and is read again once repaired."""
+    root = Path(tempfile.mkdtemp(prefix="hicache-"))  # which others may enter, unlike the folders of pytest
+    backend = await opened(root, workers)
+    await store(backend, KEYS[:3])
+    file = for_everybody_but(root, "page1.kv")
+    became_nobody = os.geteuid() == 0
+    if became_nobody:
+        os.seteuid(65534)
+    try:
+        assert await fetch(backend, KEYS[:3]) == [True, False, True]
+    finally:
+        if became_nobody:
+            os.seteuid(0)
+    assert "Permission denied" in str(backend.stats()["last_error"])
+    file.chmod(0o600)
+    assert await fetch(backend, KEYS[:3]) == [True] * 3
+    await backend.close()
+    shutil.rmtree(root)
 
 
 # -- a folder that goes away ------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ class SharedFolder(RuleBasedStateMachine):
         assert on_disk(self.root, "objects/*/*") + on_disk(self.root, "quarantine/*") <= CAP_BYTES
 
 
-SharedFolder.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+SharedFolder.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 TestSharedFolder = SharedFolder.TestCase
 
 
