@@ -101,6 +101,8 @@ class Parts:
             left.append("device copies")
         for workers in (self.workers, self.forward_workers):
             left += await workers.aclose(limit_s)
+        if waiting := await self.pipelines.stop_draining():
+            self.log.warning("closed_before_events", drains=waiting)
         self.driver.close()
         self.memory.close(keep_mapped=bool(left))
         if left:

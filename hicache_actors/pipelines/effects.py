@@ -53,6 +53,7 @@ class Pipelines:
         self._waiters: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
         self._idle = asyncio.Event()
         self._drains: set[asyncio.Task[None]] = set()
+        self._draining = True
         self._log = bind_log(part="pipelines")
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -111,6 +112,16 @@ class Pipelines:
         for job in list(self._jobs.values()):
             job.stop()
 
+    async def stop_draining(self) -> int:
+        """The cache has ended: nobody waits for the engine's events any more -> how many drains still did."""
+        self._draining = False
+        waiting = set(self._drains)
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+        return len(waiting)
+
     async def idle(self) -> None:
         """Wait until no job is open."""
         while self._jobs:
@@ -129,7 +140,8 @@ class Pipelines:
                 case StartPrefetch():
                     self._spawn_at_store(prefetch, effect)
                 case StartDrain():
-                    self._drain(effect)
+                    if self._draining:
+                        self._drain(effect)
                 case Grant():
                     self.open_job(effect.job).grant(effect.slots)
                 case Settled():

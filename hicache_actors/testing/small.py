@@ -27,6 +27,7 @@ from hicache_actors.testing.engines import LoopEngine
 from hicache_actors.testing.pools import pools_whole
 from hicache_actors.testing.sim_device import SimDevice
 from hicache_actors.testing.toy_model import ToyModel
+from hicache_actors.tiers.storage import Store
 
 PAGE_SIZE = 4
 SHAPE = KVShape(layers=3, kv=2, heads=2, head_dim=4, dtype="float32", page_size=PAGE_SIZE)
@@ -39,6 +40,13 @@ class Small(msgspec.Struct):
     model: ToyModel
     engine: LoopEngine
     device: ControlledDevice[Any]
+
+    @property
+    def store(self) -> Store:
+        """The attached store."""
+        store = self.cache.movers.storage.store
+        assert store is not None, "this cache has no storage"
+        return store
 
 
 def small_config(

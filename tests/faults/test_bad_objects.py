@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.config import ModelFacts
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import Small, open_small, prompt, small_config
@@ -50,7 +51,7 @@ RESIZES = {"cut short", "only the header", "empty", "too long"}
 def test_a_damaged_object_in_memory_is_a_miss(damage: str, seed: int | None) -> None:
     async def main() -> None:
         async with open_small(url=f"memory://{damage.replace(' ', '-').replace(':', '')}-{seed}") as small:
-            objects = small.cache.movers.storage.store.backend._objects  # type: ignore[attr-defined]
+            objects = _objects(small)
 
             def spoil(number: int) -> None:
                 key = list(objects)[number - 1]  # stored in prefix order
@@ -66,11 +67,10 @@ def test_a_damaged_object_in_memory_is_a_miss(damage: str, seed: int | None) -> 
 @EVERY_DAMAGE
 async def test_a_damaged_file_is_a_miss(anyio_backend: object, damage: str, tmp_path: Path) -> None:
     async with open_small(url=f"file://{tmp_path}") as small:
-        storage = small.cache.movers.storage
 
         def spoil(number: int) -> None:
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
-            key = storage.store.keys.keys([hashes[number - 1]])[0]
+            key = small.store.keys.keys([hashes[number - 1]])[0]
             (path,) = _files(tmp_path, f"objects/*/{key}.kv")
             path.write_bytes(DAMAGES[damage](path.read_bytes()))
 
@@ -115,7 +115,7 @@ def test_an_object_under_a_foreign_key_is_corrupt(seed: int | None) -> None:
 
     async def main() -> None:
         async with open_small(url=f"memory://misfiled-{seed}") as small:
-            objects = small.cache.movers.storage.store.backend._objects  # type: ignore[attr-defined]
+            objects = _objects(small)
 
             def spoil(number: int) -> None:
                 keys = list(objects)
@@ -137,12 +137,12 @@ def test_a_foreign_namespace_is_a_plain_miss(facts: ModelFacts) -> None:
         async with open_small(config=theirs) as small:
             await request(small, prompt(PAGES))
             await small.cache.drain(10.0)
-            foreign = list(small.cache.movers.storage.store.backend._objects.values())  # type: ignore[attr-defined]
+            foreign = list(_objects(small).values())
         async with open_small(url=f"memory://ours-{facts.weights}") as small:
-            backend = small.cache.movers.storage.store.backend
+            objects = _objects(small)
             hashes = prompt(PAGES).page_hashes(small.cache.page_size, PAGES)
-            keys = small.cache.movers.storage.store.keys.keys(hashes)
-            backend._objects.update(zip(keys, foreign, strict=True))  # type: ignore[attr-defined]
+            keys = small.store.keys.keys(hashes)
+            objects.update(zip(keys, foreign, strict=True))
             async with small.cache.acquire(prompt(PAGES), deadline_s=5.0) as lease:
                 assert lease.usable_tokens == 0
             storage = small.cache.snapshot().storage
@@ -150,7 +150,14 @@ def test_a_foreign_namespace_is_a_plain_miss(facts: ModelFacts) -> None:
             assert storage.foreign_pages >= 1
             assert storage.corrupt_pages == 0
             await asyncio.sleep(0.1)  # whatever would be quarantined is by then
-            assert backend._objects.keys() >= set(keys)  # type: ignore[attr-defined]
+            assert objects.keys() >= set(keys)
             assert await request(small, prompt(PAGES)) == reference_token(small, prompt(PAGES))
 
     run_checked(main, None)
+
+
+def _objects(small: Small) -> dict[str, bytes]:
+    """What lies in a store in memory."""
+    backend = small.store.backend
+    assert isinstance(backend, MemoryBackend)
+    return backend._objects

@@ -19,7 +19,8 @@ from hicache_actors.testing.small import Small, open_small, prompt
 from hicache_actors.testing.witness import Witness
 from hicache_actors.tiers.device import CopyEnded, DeviceTier
 from hicache_actors.tiers.host import HostTier, Reserved
-from hicache_actors.tiers.storage import Counted, StorageTier
+from hicache_actors.tiers.storage import StorageTier
+from hicache_actors.tiers.storage.words import Counted
 
 from .kit import nothing_left, stepping
 

@@ -20,7 +20,7 @@ Setter = Callable[[Small, Trap, pytest.MonkeyPatch], None]
 
 def _verb(verb: Any) -> Setter:
     def set_trap(small: Small, trap: Trap, patch: pytest.MonkeyPatch) -> None:
-        backend = small.cache.movers.storage.store.backend
+        backend = small.store.backend
         assert isinstance(backend, TrappedBackend)
         backend.traps[verb] = trap.stand
 

@@ -60,7 +60,7 @@ def test_a_fetch_whose_batch_fails_keeps_what_came_before(seed: int | None) -> N
         async with open_small(backend=Faulty(MemoryBackend(), schedule), host_pages=40) as small:
             nonlocal bad
             asked = prompt(PAGES)
-            keys[:] = small.cache.movers.storage.store.keys.keys(asked.page_hashes(small.cache.page_size, PAGES))
+            keys[:] = small.store.keys.keys(asked.page_hashes(small.cache.page_size, PAGES))
             wanted = reference_token(small, asked)
             assert await request(small, asked) == wanted
             assert await small.cache.drain(10.0) == 0
