@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple
 
@@ -23,7 +25,7 @@ from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
 from hicache_actors.backends.room import Room
 from hicache_actors.backends.shards import Identity
 from hicache_actors.backends.urls import FIELD
-from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.errors import BackendError, ConfigError, StoppedError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -51,8 +53,9 @@ class FileBackend(Backend):
     what a power failure left of it.  An object of another length than the reader asks for is a miss and is quarantined.
     Folders are made 0700 and files 0600.
 
-    A batch is one hop to a worker thread, both ways.  Several processes may share a folder: its limits (see `FileOptions`) are
-    for all of them, and what fits no more makes the longest unused objects go, whoever wrote them.
+    A batch is one hop to a worker thread, both ways; two threads write a large one, if a second can be had.  Several processes may
+    share a folder: its limits (see `FileOptions`) are for all of them, and what fits no more makes the longest unused objects go,
+    whoever wrote them.
 
     A read or write raises `BackendError` if the disk failed and no object came through; otherwise failed objects are
     answered one by one and counted.  Objects for which there is no room are answered FAILED.
@@ -162,7 +165,14 @@ class FileBackend(Backend):
 
     async def _write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[Stored], OSError | None]:
         """Write, make room for what did not fit, and write that; what still does not fit is refused."""
-        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers)
+        here = copy_context()  # which pool a call belongs to is known by its task
+
+        def help(work: Callable[[], None]) -> Future[None] | None:
+            with contextlib.suppress(BackendError, StoppedError):  # no thread can be had
+                return here.run(self._workers.submit, work)
+            return None
+
+        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers, help)
         until_s = anyio.current_time() + _ROOM_S
         while left and anyio.current_time() < until_s:  # other writers may be faster than we
             done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)

@@ -23,6 +23,7 @@ from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
+from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
 from hicache_actors.backends.posix import Publisher, make_folder
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
@@ -39,6 +40,7 @@ TOUCH_AFTER_S: Final = 10
 # Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_WORTH_HELP_BYTES: Final = 1 << 20
 _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 T = TypeVar("T")
@@ -107,8 +109,8 @@ class Folder:
             lengths.append(length)
         return Found(lengths, identities, error)
 
-    def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Written:
-        """Store what is not there yet, in order, as far as there is room."""
+    def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview], help: Help | None = None) -> Written:
+        """Store what is not there yet, in order, as far as there is room; a large batch with another thread's ``help``."""
         places = [self._find(key) for key in keys]
         sizes = [disk_bytes(len(buffer)) for buffer in buffers]
         outcomes = [Stored.FAILED] * len(keys)
@@ -120,19 +122,25 @@ class Folder:
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = absent[: booking.granted], absent[booking.granted :]
+        waiting = iter(granted)  # a step of it is one step for all threads
         last_error: OSError | None = None
         full = False
-        try:
-            for i in granted:
+
+        def work() -> None:
+            nonlocal last_error, full
+            for i in waiting:
                 row, path = places[i]
                 try:
                     if not full:
                         outcomes[i] = self._write(path, row, buffers[i], booking)
                 except OSError as caught:
                     last_error = caught
-                    full = caught.errno in _DISK_IS_FULL  # the rest would fail alike
+                    full = full or caught.errno in _DISK_IS_FULL  # the rest would fail alike
                 if outcomes[i] is not Stored.WRITTEN:
                     booking.change(row, -sizes[i], -1)
+
+        try:
+            share(work, help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None)
         finally:
             self.ledger.settle(booking)
         return Written(outcomes, no_room, last_error)
@@ -223,8 +231,6 @@ class Folder:
         return os.path.join(self._folder_of(row), os.fsencode(name))
 
     def _length(self, path: bytes) -> int:
-        if not os.access(path, os.F_OK):  # half the price of a stat that raises
-            return MISSING
         try:
             found = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:

@@ -71,7 +71,7 @@ class Counted(NamedTuple):
 
 
 class Booking:
-    """Changes under way: ``granted`` of the items asked for.  One thread at a time; give it to `Ledger.settle` in the end."""
+    """Changes under way: ``granted`` of the items asked for.  Any thread may `change` it; give it to `Ledger.settle` in the end."""
 
     def __init__(self, items: Sequence[tuple[int, int]]) -> None:
         self.granted = len(items)
