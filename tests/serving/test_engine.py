@@ -258,6 +258,34 @@ async def test_a_pass_that_raises_ends_its_requests_and_no_others(driver: Driver
         assert len(await answer(s.engine, [70, 71], 5)) in range(1, 6)
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+async def test_a_sampler_that_fails_ends_its_request_and_no_others(driver: DriverKind) -> None:
+    async with serving(model_of("llama"), pages=32, driver=driver) as s:
+
+        def raises(logits: torch.Tensor, position: int) -> int:
+            if position == 14:
+                raise ArithmeticError("planted")
+            return 5
+
+        whole = await answer(s.engine, tokens(1, 12), 10)
+        others = asyncio.ensure_future(answer(s.engine, tokens(1, 12), 10))
+        generation = submitted(s.engine, tokens(2, 12), 10, sampler=raises)
+        assert [await anext(generation), await anext(generation)] == [5, 5]
+        with pytest.raises(ArithmeticError, match="planted"):
+            await generation.finished()
+        with pytest.raises(ValueError, match="chose 251"):
+            await answer(s.engine, tokens(2, 12), 10, sampler=lambda logits, position: 251)
+        assert len(await others) == len(whole)
+
+
+async def test_several_may_wait_for_one_generation() -> None:
+    async with serving(model_of("llama"), pages=32) as s:
+        generation = submitted(s.engine, tokens(1, 12), 10)
+        endings = asyncio.gather(generation.finished(), generation.finished())
+        assert len([token async for token in generation]) == 10
+        assert [ending.reason for ending in await endings] == ["length"] * 2
+
+
 async def test_an_engine_that_breaks_ends_everybody_and_says_why() -> None:
     with pytest.raises(HiCacheError, match="planted"):  # noqa: PT012  the engine is open meanwhile
         async with serving(model_of("llama"), pages=32) as s:

@@ -1,5 +1,7 @@
-"""The engine under load: many chats at once, half of them aborted at any instant.  Pools stay whole, memory does not grow, and what
-survives is what a run without a cache computes."""
+"""The engine under load: many chats at once, half of them aborted at any instant, and some loads fail.
+
+Pools stay whole, memory does not grow, and what survives is what a run without a cache computes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from hicache_actors import TransferError
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Wrapper
+from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingConfig, ServingEngine
 
 from .kit import model_of, replayed, serving, tokens
@@ -28,8 +32,8 @@ MIB = 1 << 20
 class Load:
     """``CHATS`` chats of up to four turns on shared system prompts, until ``requests`` have been made; every second is aborted."""
 
-    def __init__(self, engine: ServingEngine, requests: int, seed: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: ServingEngine, device: TorchCpuDevice, requests: int, seed: int) -> None:
+        self.engine, self.device = engine, device
         self.texts: dict[str, list[int]] = {}
         self.made = self.aborted = 0
         self.rss: list[tuple[int, int]] = []  # (requests made, bytes)
@@ -58,7 +62,10 @@ class Load:
         if self.made % 200 == 0:
             gc.collect()
             self.rss.append((self.made, self._process.memory_info().rss))
-        generation = self.engine.submit(history, max_new_tokens=self._chance.randrange(2, 12), rid=rid)
+        if self.made % 50 == 0:
+            self.device.fail_next(TransferError("planted"), stream="load")
+        n = 48 if self._chance.random() < 0.15 else self._chance.randrange(2, 12)
+        generation = self.engine.submit(history, max_new_tokens=n, rid=rid)
         assert isinstance(generation, Generation)
         abort = self.made % 2 == 0
         if not abort:
@@ -107,7 +114,7 @@ async def under_load(model: Any, path: Path, requests: int, driver: DriverKind) 
             config=config,
             recorder=record,
         ) as s:
-            load = Load(s.engine, requests, seed=1)
+            load = Load(s.engine, s.device, requests, seed=1)
             await load.run()
             figures = s.engine.snapshot()
             assert figures.finished + figures.aborted == load.made == requests

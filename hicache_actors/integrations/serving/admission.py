@@ -154,9 +154,10 @@ class Admission:
 
 def _shared_pages(one: Prompt, other: Prompt, page_size: int, limit: int) -> int:
     """Whole pages that both prompts begin with, at most ``limit``."""
-    if one.scope != other.scope:
-        return 0
     low, high = 0, min(limit, len(other) // page_size)
+    first = 8 * page_size
+    if one.scope != other.scope or not high or bytes(one.packed[:first]) != bytes(other.packed[:first]):
+        return 0
     left, right = bytes(one.packed[: 8 * high * page_size]), bytes(other.packed[: 8 * high * page_size])
     while low < high:
         middle = (low + high + 1) // 2

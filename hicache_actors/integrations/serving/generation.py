@@ -17,24 +17,27 @@ class Stream:
     def __init__(self) -> None:
         self.tokens: deque[int] = deque()
         self.ending: Ending | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     def deliver(self, tokens: list[int], ending: Ending | None) -> None:
         self.tokens += tokens
         self.ending = ending
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def news(self) -> None:
-        """Wait for the next delivery.  One waiter at a time."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        """Wait for the next delivery."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
 
 class Generation:
-    """One request under way: ``async for token in generation``, on the loop, by one task.
+    """One request under way: ``async for token in generation``, on the loop; each token goes to one reader.
 
-    Cancelling that task loses no token and ends nothing; `abort` does, and so does dropping the last reference.  As an async
+    Cancelling a reader loses no token and ends nothing; `abort` does, and so does dropping the last reference.  As an async
     context manager it is aborted when the block ends.
     """
 

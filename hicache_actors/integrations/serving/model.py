@@ -94,4 +94,7 @@ class ServedModel:
                 **{self._cache_argument: cache},
             )
         logits: torch.Tensor = output.logits[0]
+        if self.kv.device.type == "cuda":
+            # What is committed next is read by copies on other streams.
+            torch.cuda.current_stream(self.kv.device).synchronize()
         return logits

@@ -98,6 +98,7 @@ class Pass:
         self.pieces: list[Piece] = []
         self.logits: torch.Tensor | None = None
         self.error: BaseException | None = None
+        self.failed: dict[int, BaseException] = {}  #: admission -> what its sampler raised
         self._before = before
 
     def run(self, model: ServedModel) -> None:
@@ -106,7 +107,7 @@ class Pass:
             self.pieces = [Piece(self._tokens_of(part), part.start, part.pages) for part in self.parts]
             self.logits = model.forward(self.pieces, load=self.load)
             self.tokens = [
-                part.request.sampler(row, part.stop) if part.samples else None
+                self._sample(part, row, model.vocabulary) if part.samples else None
                 for part, row in zip(self.parts, self.logits, strict=True)
             ]
         except BaseException as error:  # whatever it is, it belongs to the requests, not to this thread
@@ -123,8 +124,17 @@ class Pass:
             raise before.error
         place = next(at for at, other in enumerate(before.parts) if other.attempt == part.attempt)
         token = before.tokens[place]
-        assert token is not None
-        return (token,)
+        return (0 if token is None else token,)  # its sampler has failed: nobody will see what comes of it
+
+    def _sample(self, part: Part, logits: torch.Tensor, vocabulary: int) -> int | None:
+        try:
+            token = int(part.request.sampler(logits, part.stop))
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"the sampler chose {token}, which is none of the model's {vocabulary} tokens")
+        except BaseException as error:  # it belongs to this request, not to those beside it
+            self.failed[part.attempt] = error
+            return None
+        return token
 
     @property
     def settled(self) -> bool:

@@ -175,6 +175,8 @@ class Scheduler:
         for part, token in zip(ended.parts, ended.tokens, strict=True):
             if part.attempt == part.request.attempt:
                 self._computed(part.request, part, token)
+            if part.attempt in ended.failed and part.attempt == part.request.attempt:
+                self.end(part.request, "error", ended.failed[part.attempt])
         ended.logits = None
 
     def _failed(self, ended: Pass, error: BaseException) -> None:
