@@ -22,7 +22,7 @@ from hicache_actors.testing.witness import Witness
 
 from .kit import nothing_left, stepping
 
-MANY_SEEDS = pytest.mark.parametrize("seed", range(24))
+MANY_SEEDS = pytest.mark.parametrize("seed", range(12))
 FEW_SEEDS = pytest.mark.parametrize("seed", range(4))
 DEADLINES = Deadlines(load_s=0.5, write_back_s=0.5, backup_s=0.5)
 

@@ -166,7 +166,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("verb", "family"), [("read_many", 0), ("leading", 3), ("write_many", 3)])
+@pytest.mark.parametrize(("verb", "family"), [("read_many", 0), ("write_many", 3)])
 def test_a_process_whose_disk_hangs_still_ends(verb: str, family: int, tmp_path: object) -> None:
     """The interpreter does not wait for the threads that hang in the kernel."""
     script = textwrap.dedent(SCRIPT).format(verb=verb, family=family)
