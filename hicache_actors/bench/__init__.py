@@ -1,1 +1,1 @@
-"""Micro-benchmarks behind `hicache bench`: each module has ``run() -> dict`` of figures whose names end in their unit."""
+"""Benchmarks behind `hicache bench`: a suite (see `suites`) is one or more modules here; names of figures end in their unit."""

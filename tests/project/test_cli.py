@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from hicache_actors import cli
+from hicache_actors.bench.suites import SUITES
 from hicache_actors.errors import ConfigError, HiCacheError
 
 FIGURES = {"match_24k_us": 18.25, "match_24k_us_p999": 40.0, "match_24k_us_max": 55.5, "evict_272k_ms": 0.8}
@@ -34,7 +36,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("small_suite")
     module.run = lambda: dict(FIGURES)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "small_suite", module)
-    monkeypatch.setattr(cli, "SUITES", {"core": ("small_suite",)})
+    monkeypatch.setitem(SUITES, "core", SUITES["core"]._replace(modules=("small_suite",)))
     return module
 
 
@@ -97,13 +99,43 @@ def test_wrong_use_is_code_2_and_says_what_is_right(arguments: list[str], capsys
     assert "usage: hicache" in capsys.readouterr().err
 
 
-def test_help_names_every_command_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["--help"])
-    assert left.value.code == 0
-    assert "hicache bench core --json" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
-    text = capsys.readouterr().out
+def test_help_names_every_command_suite_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "hicache bench core --json" in help_of(capsys)
+    assert all(f"  {suite} " in help_of(capsys, "bench") for suite in SUITES)
+    text = help_of(capsys, "bench", "core")
     for name in ("prompt_24k", "match_24k", "insert_24k", "evict_272k", "lease_32k", "tell", "ask", "hash_32k"):
         assert name in text
+    assert "ratio_write" in help_of(capsys, "bench", "storage")
+    assert "itl_busy_ms" in help_of(capsys, "bench", "serving")
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_suite_with_options_gets_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = ModuleType("small_storage")
+    seen: list[object] = []
+
+    def run(options: argparse.Namespace, *, quiet: bool) -> dict[str, object]:
+        seen.extend((options.url, options.rounds, options.quick, quiet))
+        return {"pages_1m": {"read_gb_s": 1.25}, "url": "memory://x", "waiter_delay_us": {"p50": 3.0, "p99": 4.0}}
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "small_storage", module)
+    monkeypatch.setitem(SUITES, "storage", SUITES["storage"]._replace(modules=("small_storage",)))
+    assert cli.main(["bench", "storage", "--url", "memory://x", "--rounds", "2"]) == 0
+    assert seen == ["memory://x", 2, False, False]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["p50", "p99"],
+        ["pages_1m.read_gb_s", "1.25"],
+        ["url", "memory://x"],
+        ["waiter_delay_us", "3.00", "4.00"],
+    ]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "storage", "--rounds", "0"])
+    assert "is no count" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""The storage tier at full speed: write-through and prefetch of a prompt's pages, beside plain loops that move the same bytes.
+
+Writes are timed from the moment that the host has all pages to the moment that `stored` answers; reads from the call of
+`prefetch` to the moment that its waiter runs: hashes, keys, lookups, checksums, decisions and messages are all inside.  The plain
+loop does none of that: it makes the same system calls in a thread pool of the same size, a batch a hop.
+
+All of them run once a round, in changing order, each after a sync, so that nobody pays for another's dirty pages; a ratio is the
+median over rounds.  Reads find their files in the page cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+from hicache_actors.bench.figures import Figures, quantile, ratio, spread
+from hicache_actors.bench.plain import BackendLoop, ExecutorLoop, Mover, Pages, PeerLoop, load_peer
+from hicache_actors.bench.progress import Progress
+from hicache_actors.bench.rig import Rig, open_rig, sample_lag
+from hicache_actors.memory.layout import SlotLayout
+
+SIZES: Final = {"pages_1m": (1 << 20, 128), "pages_64k": (64 << 10, 512)}
+RATIOS: Final = {"plain loop": "ratio", "batched loop": "batched_ratio", "peer": "peer_ratio"}
+READERS: Final = 4
+WRITERS: Final = 2
+DELAY_PAGES: Final = 4
+DELAY_ROUNDS: Final = 200
+
+
+def run(options: Namespace, *, quiet: bool = False) -> Figures:
+    """Raises `ConfigError` for a wrong URL, `BenchError` if the store does not take the pages."""
+    divisor = 8 if options.quick else 1
+    sizes = {name: (page_bytes, pages // divisor) for name, (page_bytes, pages) in SIZES.items()}
+    rounds, delay_rounds = min(options.rounds, 3 if options.quick else options.rounds), DELAY_ROUNDS // divisor
+    if options.url is not None:
+        return asyncio.run(measure(options.url, sizes, rounds, delay_rounds, quiet=quiet))
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
+        return asyncio.run(measure(f"file://{folder}/store", sizes, rounds, delay_rounds, quiet=quiet))
+
+
+async def measure(
+    url: str, sizes: Mapping[str, tuple[int, int]], rounds: int, delay_rounds: int, *, quiet: bool
+) -> Figures:
+    """``sizes``: name to (bytes of a page, pages)."""
+    progress = Progress(len(sizes) * (4 * (rounds + 1) + 2) + 1, quiet=quiet)
+    lags_s: list[float] = []
+    figures: dict[str, float | str | Figures] = {"url": url}
+    try:
+        for name, (page_bytes, pages) in sizes.items():
+            async with open_rig(
+                url, page_bytes=page_bytes, pages=pages, read_concurrency=READERS, write_concurrency=WRITERS
+            ) as rig:
+                figures[name] = await _size(rig, name, page_bytes, rounds, progress)
+                await _lag(rig, name, lags_s, progress)
+                await rig.backend.forget()
+        progress.step("waiter delay")
+        async with open_rig(url, page_bytes=64 << 10, pages=DELAY_PAGES) as rig:
+            figures["waiter_delay_us"] = spread(await _delays_s(rig, delay_rounds), scale=1e6, digits=1)
+    finally:
+        progress.close()
+    figures["loop_lag_p99_ms"] = round(quantile(lags_s, 0.99) * 1e3, 3)
+    return figures
+
+
+class Ours:
+    """The pipelines of an open cache, as a `Mover`."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+
+    async def write(self, number: int) -> float:
+        took_s = await self._rig.store(self._rig.prompt(number), f"write-{number}")
+        await self._rig.clear()
+        return took_s
+
+    async def read(self, number: int) -> float:
+        # A prompt of its own: what the writer has hashed already is hashed again.
+        took_s = await self._rig.fetch(self._rig.prompt(number), f"read-{number}")
+        await self._rig.clear()
+        return took_s
+
+
+async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Progress) -> Figures:
+    pages = Pages(rig.pages, SlotLayout(rig.cache.kv.shape).object_bytes)
+    write_s: dict[str, list[float]] = {}
+    read_s: dict[str, list[float]] = {}
+    async with _movers(rig, pages) as movers:
+        labels = list(movers)
+        for number in range(rounds + 1):
+            for at in range(len(labels)):
+                label = labels[(at + number) % len(labels)]
+                progress.step(f"{name}: {label}")
+                write_took_s, read_took_s = await _pass(movers[label], number)
+                if number:  # the first round warms up
+                    write_s.setdefault(label, []).append(write_took_s)
+                    read_s.setdefault(label, []).append(read_took_s)
+    figures: dict[str, float | str | Figures] = {}
+    for direction, times_s in (("write", write_s), ("read", read_s)):
+        ours_s = times_s.pop("ours")
+        figures[f"{direction}_gb_s"] = round(rig.pages * page_bytes / median(ours_s) / 1e9, 3)
+        for label, theirs_s in times_s.items():
+            # A ratio of speeds is one of times, upside down.
+            figures[f"{RATIOS[label]}_{direction}"] = ratio(list(zip(theirs_s, ours_s, strict=True)))
+    return figures
+
+
+@asynccontextmanager
+async def _movers(rig: Rig, pages: Pages) -> AsyncIterator[dict[str, Mover]]:
+    """The pipelines and what they are compared with, by label.
+
+    Files stay until the end: a file system that has just lost many files may be slow at making new ones.
+    """
+    movers: dict[str, Mover] = {"ours": Ours(rig)}
+    root = getattr(getattr(rig.backend.inner, "options", None), "root", None)
+    if root is None:
+        loop = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
+        yield movers | {"plain loop": loop}
+        return
+    with ExitStack() as stack:
+
+        def folder() -> str:
+            # Inside the store's, so that it is the same disk; the store leaves alone what is not its own.
+            return stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=root))
+
+        for label, batched in (("plain loop", False), ("batched loop", True)):
+            executor_loop = ExecutorLoop(folder(), pages, readers=READERS, writers=WRITERS, batched=batched)
+            stack.callback(executor_loop.close)
+            movers[label] = executor_loop
+        peer = load_peer("file_per_page", folder())
+        if peer is not None:
+            movers["peer"] = PeerLoop(peer, pages)
+        yield movers
+
+
+async def _pass(mover: Mover, number: int) -> tuple[float, float]:
+    """-> seconds of a write, and of a read of the same pages."""
+    await asyncio.to_thread(os.sync)
+    write_s = await mover.write(number)
+    await asyncio.to_thread(os.sync)
+    return write_s, await mover.read(number)
+
+
+async def _lag(rig: Rig, name: str, lags_s: list[float], progress: Progress) -> None:
+    """Two more passes, with a sampler on the loop."""
+    ours = Ours(rig)
+    for number in range(2):
+        progress.step(f"{name}: loop lag")
+        sampler = asyncio.ensure_future(sample_lag(lags_s))
+        await ours.write(0xFF00 | number)
+        await ours.read(0xFF00 | number)
+        sampler.cancel()
+
+
+async def _delays_s(rig: Rig, rounds: int) -> list[float]:
+    prompt = rig.prompt(1)
+    await rig.store(prompt, "delay")
+    delays_s: list[float] = []
+    for number in range(rounds + 1):
+        await rig.clear()
+        await rig.fetch(prompt, f"delay-{number}")
+        delays_s.append(perf_counter() - rig.backend.last_byte_s)
+    await rig.clear()
+    await rig.backend.forget()
+    return delays_s[1:]

@@ -1,0 +1,84 @@
+"""The suites of `hicache bench` in words: what each measures, and what it may be told.  Light: nothing is imported to show help."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Suite(NamedTuple):
+    """``options``: flags that the suite takes, beside --json.  Each of ``modules`` has ``run(options, *, quiet) -> Figures``, or
+    ``run() -> Figures`` in a suite that takes none."""
+
+    modules: tuple[str, ...]
+    about: str
+    help: str
+    options: tuple[str, ...] = ()
+
+
+_CORE: Final = """\
+Times the decisions of the cache on this machine.  Nothing is copied: these are the costs that an engine's step pays.
+
+  prompt_24k    make a Prompt of 24,576 tokens            match_24k   look it up, 16,384 tokens shared
+  insert_24k    publish it at commit                      evict_272k  drop 272,000 of 540,672 tokens in one call
+  lease_32k     lease and release 32,768 tokens           tell, ask   one message to an actor, without and with an answer
+  hash_32k      page hashes of 32,768 tokens, page 64
+
+Names end in their unit (_us, _ms) and hold the median; *_p999 and *_max stand beside each.
+Compare figures of one run on one machine only; other processes slow down all of them.
+"""
+
+_STORAGE: Final = """\
+Times the storage tier on a store of yours: 128 pages of 1 MiB and 512 of 64 KiB, written by backup jobs and read by prefetch
+jobs.
+
+  pages_1m, pages_64k
+    write_gb_s, read_gb_s    medians, in 1e9 bytes of KV a second
+    ratio_write, ratio_read  against a plain executor loop: the same calls on the same disk, a page a hop.  >= 0.8 is good
+    batched_ratio_*          against that loop with a batch a hop, as the library does it: what checksums, keys, lookups and
+                             decisions cost beside the copies
+    peer_ratio_*             against one thread with an open and a write or read per page, as simple file stores do it (from a
+                             source tree only: benchmarks/peers)
+  waiter_delay_us            from the last byte of a fetch until the coroutine that waits for it runs
+  loop_lag_p99_ms            how late the event loop wakes sleepers while pages move at full speed
+
+Ratios are of speeds, medians of pairs in one round.  Reads come from the page cache: this times the library, not the disk.
+Other processes disturb both halves of a pair, so trust the ratios, and repeat on a quiet machine.  Takes about half a minute
+and 4 GB of the store, which are given back at the end.  A file system that has lost many files in the last minutes may make new
+ones a hundred times more slowly (ext4 without a journal): then wait, or give a folder elsewhere.
+"""
+
+_SERVING: Final = """\
+Serves a small random Llama (4 layers, on the CPU, one thread) and times what requests feel of the cache.  Needs transformers.
+
+  ttft_ms            new prompt of 256 tokens: from its submission to its first token, alone on the engine
+  ttft_cached_ms     the same prompts, when host and storage have them and the device has not
+  itl_idle_ms        between two tokens of 4 running answers; no tier moves anything
+  itl_busy_ms        the same, while loads, write-backs, backups and prefetches run without a pause
+  busy_gb_s          what moved meanwhile, all directions together, in 1e9 bytes a second
+  request_ms         a new prompt of 256 tokens and 16 tokens of answer, with all tiers on
+  overhead_ms_p50    that request minus the same with the cache switched off: median of pairs
+  bare_ms_p50        the same request in a bare loop of forward passes, without engine and cache
+
+Figures without p50 in their name have p50 and p99.  Takes about a minute.
+Absolute times are this CPU's; compare them within one run.
+"""
+
+SUITES: Final[dict[str, Suite]] = {
+    "core": Suite(
+        ("hicache_actors.bench.core", "hicache_actors.bench.runtime"),
+        "what decisions and messages cost; copies nothing",
+        _CORE,
+    ),
+    "storage": Suite(
+        ("hicache_actors.bench.storage",),
+        "pages to a store and back, beside plain loops",
+        _STORAGE,
+        ("--url", "--rounds", "--quick"),
+    ),
+    "serving": Suite(
+        ("hicache_actors.bench.serving",),
+        "what requests feel of the cache, with a small model",
+        _SERVING,
+        ("--url", "--quick"),
+    ),
+}

@@ -1,0 +1,70 @@
+"""Each suite with tiny sizes: every figure is there.  What they say about this machine is not looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_actors.bench.figures import Figures, flat
+from hicache_actors.bench.rig import PAGE_TOKENS, BenchError, open_rig
+from hicache_actors.bench.storage import measure as measure_storage
+
+TINY: Mapping[str, tuple[int, int]] = {"pages_1m": (1 << 20, 3), "pages_64k": (64 << 10, 6)}
+OF_A_SIZE = ["write_gb_s", "read_gb_s", "ratio_write", "ratio_read"]
+OF_A_DISK = ["batched_ratio_write", "batched_ratio_read", "peer_ratio_write", "peer_ratio_read"]
+
+
+def check(figures: Figures) -> dict[str, float | str]:
+    """Numbers are finite and not negative -> one level of names."""
+    found = flat(figures)
+    for name, value in found.items():
+        assert isinstance(value, str) or (math.isfinite(value) and value >= 0), (name, value)
+    return found
+
+
+async def test_storage_on_a_disk(tmp_path: Path) -> None:
+    figures = await measure_storage(f"file://{tmp_path}/store", TINY, 2, 3, quiet=True)
+    found = check(figures)
+    for size in TINY:
+        assert {name for name in found if name.startswith(size)} == {f"{size}.{each}" for each in OF_A_SIZE + OF_A_DISK}
+    assert found["waiter_delay_us.p50"] <= found["waiter_delay_us.p99"]
+    assert "loop_lag_p99_ms" in found
+    left = [path for path in (tmp_path / "store").rglob("*") if path.suffix == ".kv" or path.name.startswith("bench-")]
+    assert left == []
+
+
+async def test_storage_that_is_no_disk() -> None:
+    figures = await measure_storage("memory://bench", {"pages_64k": TINY["pages_64k"]}, 1, 1, quiet=True)
+    assert {name for name in check(figures) if name.startswith("pages_64k")} == {
+        f"pages_64k.{each}" for each in OF_A_SIZE
+    }
+
+
+async def test_a_store_that_loses_pages_gives_no_figures() -> None:
+    async with open_rig("memory://lossy", page_bytes=64 << 10, pages=4) as rig:
+        prompt = rig.prompt(1)
+        await rig.store(prompt, "one")
+        await rig.clear()
+        await rig.backend.delete(sorted(rig.backend.stored)[:1])
+        with pytest.raises(BenchError, match=f"of {4 * PAGE_TOKENS} tokens were fetched"):
+            await rig.fetch(rig.prompt(1), "two")
+
+
+async def test_serving() -> None:
+    pytest.importorskip("transformers")
+    from hicache_actors.bench.serving import Sizes
+    from hicache_actors.bench.serving import measure as measure_serving
+
+    sizes = Sizes()
+    sizes.ttfts = sizes.pairs = 1
+    sizes.rounds, sizes.tokens = 1, 3
+    found: dict[str, Any] = dict(await measure_serving("memory://bench-serving", sizes, quiet=True))
+    overhead_ms = found.pop("overhead_ms_p50")  # may be negative
+    assert math.isfinite(overhead_ms)
+    spreads = {"ttft_ms", "ttft_cached_ms", "itl_idle_ms", "itl_busy_ms", "request_ms"}
+    wanted = {f"{name}.{part}" for name in spreads for part in ("p50", "p99")} | {"busy_gb_s", "bare_ms_p50"}
+    assert set(check(found)) == wanted
