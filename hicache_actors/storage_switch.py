@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -22,10 +22,12 @@ from hicache_actors.errors import BackendError
 from hicache_actors.keys.namespace import Namespace
 from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.memory.shapes import KVShape
-from hicache_actors.tiers.storage import Source, StorageTier, Store, StoreThreads
+from hicache_actors.tiers.storage import Direction, Source, StorageTier, Store, StoreThreads
 
 T = TypeVar("T")
-Decide = Callable[[Callable[[Core], None]], Awaitable[None]]
+Decide: TypeAlias = Callable[[Callable[[Core], None]], Awaitable[None]]
+
+_THREADS_A_CALL: Final = 2  #: that a backend may use for the batch of one call
 
 
 def source_of(config: Config, shape: KVShape, store: str | Backend) -> Source:
@@ -48,13 +50,12 @@ def source_of(config: Config, shape: KVShape, store: str | Backend) -> Source:
         )
     )
     hung = limits.max_hung_calls
-    threads = StoreThreads(
-        {
-            "query": limits.read_concurrency + hung,
-            "read": limits.read_concurrency + hung,
-            "write": limits.write_concurrency + hung,
-        }
-    )
+    calls: dict[Direction, int] = {
+        "query": limits.read_concurrency + hung,
+        "read": limits.read_concurrency + hung,
+        "write": limits.write_concurrency + hung,
+    }
+    threads = StoreThreads({direction: _THREADS_A_CALL * most for direction, most in calls.items()})
     if isinstance(store, str):
         return Source(store, open_backend(store, threads), keys, threads)
     return Source(type(store).__name__, store, keys, threads)
