@@ -80,15 +80,18 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this process stands among the ranks of one engine."""
+    """Where this process stands among the ranks of one engine: which shard of a page it holds."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
-        for axis, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
+        for axis in ("tp", "pp", "cp"):
+            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if not 1 <= size < 2**16:
                 raise ConfigError(f"rank.{axis}_size", size, "not a number of ranks", allowed="1 to 65535")
             if not 0 <= rank < size:

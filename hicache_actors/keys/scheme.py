@@ -17,9 +17,12 @@ class SuffixKeys:
     def __init__(self, namespace: Namespace, rank: Rank = SINGLE_RANK) -> None:
         self.namespace_digest = namespace.digest
         tp_rank, tp_size = (0, 1) if namespace.replicated else (rank.tp_rank, rank.tp_size)
-        self.chunk = tp_rank | tp_size << 16 | rank.pp_rank << 32 | rank.pp_size << 48
+        across = rank.cp_rank * tp_size + tp_rank  # context ranks hold other bytes, also where tensor ranks do not
+        self.chunk = across | tp_size * rank.cp_size << 16 | rank.pp_rank << 32 | rank.pp_size << 48
         """Chunk coordinate of an object's header: the rank again, so that a misnamed file is found out."""
         self.suffix = f"_{self.namespace_digest.hex()}_tp{tp_rank}of{tp_size}_pp{rank.pp_rank}of{rank.pp_size}"
+        if rank.cp_size > 1:
+            self.suffix += f"_cp{rank.cp_rank}of{rank.cp_size}"
 
     def key(self, page_hash: bytes) -> str:
         return page_hash.hex() + self.suffix

@@ -1,0 +1,176 @@
+"""Rounds over gloo, in process groups of our own.
+
+The groups are made from a store, under a name of their own: the engine's default group takes no part, ranks outside take no part
+(making a subgroup with `torch.distributed.new_group` is a collective of the whole world), and after a failure a new group can be
+made under the next epoch as long as the store lives.  One group for each kind of operation, since gloo pairs by order.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from hicache_actors.errors import PeerError
+from hicache_actors.ranks.group import RankGroup
+from hicache_actors.ranks.transport import Flight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store, Work
+
+T = TypeVar("T")
+
+_LENGTH: Final = 8
+_FRAME: Final = 4096
+
+_hosted: dict[tuple[str, int], Store] = {}  # kept: groups of later epochs are made in it
+
+
+class GlooTransport:
+    """Made by all ranks of ``group``, within its start deadline.  Blocks; raises `PeerError`.
+
+    ``store``: one to use in place of ``group.address``.
+    """
+
+    def __init__(self, group: RankGroup, store: Store | None = None) -> None:
+        c10d = _c10d()
+        self.rank, self.size = group.rank, group.size
+        limit = timedelta(seconds=group.start_deadline_s)
+        try:
+            if store is None:
+                store = _reach_store(group, limit)
+                host = _own_address(*group.endpoint())
+            else:
+                host = ""
+            options = c10d.ProcessGroupGloo._Options()
+            options._timeout, options._threads = limit, 1
+            if host:
+                options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+            else:
+                options._devices = [c10d.ProcessGroupGloo.create_default_device()]
+            self._groups: list[Any] = [
+                c10d.ProcessGroupGloo(c10d.PrefixStore(f"{group.name}/{kind}", store), self.rank, self.size, options)
+                for kind in ("rounds", "intake")
+            ]
+        except (RuntimeError, OSError) as error:
+            raise PeerError(f"{group.name}: the ranks did not meet: {_first_line(error)}") from error
+
+    def reduce_min(self, vector: Sequence[int], deadline_s: float) -> Flight[Sequence[int]]:
+        c10d = _c10d()
+        options = c10d.AllreduceOptions()
+        options.reduceOp, options.timeout = c10d.ReduceOp.MIN, timedelta(seconds=deadline_s)
+        tensor = _tensor(array("q", vector).tobytes()).view(_torch().int64)
+        return _Flight(self._issue(0, lambda group: group.allreduce([tensor], options)), tensor.tolist)
+
+    def broadcast(self, data: bytes, deadline_s: float) -> Flight[bytes]:
+        """One fixed frame, its length in front; what has no room in it follows in a second broadcast."""
+        if self.rank == 0:
+            head = len(data).to_bytes(_LENGTH, "little") + data[:_FRAME]
+            works = [self._send(_tensor(head.ljust(_LENGTH + _FRAME, b"\0")), deadline_s)]
+            if len(data) > _FRAME:
+                works.append(self._send(_tensor(data[_FRAME:]), deadline_s))
+            return _Flight(works[-1], lambda: data)
+        frame = _tensor(bytes(_LENGTH + _FRAME))
+        return _Flight(self._send(frame, deadline_s), lambda: self._rest(frame.numpy().tobytes(), deadline_s))
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, []
+        # Peers are told when the connections close, and that may wait for operations under way, up to their deadline.
+        threading.Thread(target=groups.clear, name="hicache-gloo-close", daemon=True).start()
+
+    def _rest(self, frame: bytes, deadline_s: float) -> bytes:
+        length = int.from_bytes(frame[:_LENGTH], "little")
+        if length <= _FRAME:
+            return frame[_LENGTH : _LENGTH + length]
+        rest = _tensor(bytes(length - _FRAME))
+        _Flight(self._send(rest, deadline_s), lambda: None).result(deadline_s)
+        return frame[_LENGTH:] + rest.numpy().tobytes()
+
+    def _send(self, tensor: Tensor, deadline_s: float) -> Work:
+        options = _c10d().BroadcastOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=deadline_s)
+        return self._issue(1, lambda group: group.broadcast([tensor], options))
+
+    def _issue(self, kind: int, operation: Callable[[Any], Work]) -> Work:
+        groups = self._groups
+        if not groups:
+            raise PeerError("this rank has left its group")
+        try:
+            return operation(groups[kind])
+        except RuntimeError as error:
+            raise PeerError(_first_line(error)) from error
+
+
+class _Flight(Generic[T]):
+    """``read`` is called once the operation has ended well."""
+
+    def __init__(self, work: Work, read: Callable[[], T]) -> None:
+        self._work, self._read = work, read
+
+    def result(self, timeout_s: float) -> T:
+        work = self._work
+        late = False
+        try:
+            if work.is_completed():
+                work.wait()
+            else:
+                # On the work itself: a wait through its future costs three times as much.
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+        except RuntimeError as error:
+            late = not work.is_completed()
+            if not late:
+                raise PeerError(_first_line(error)) from error
+        if late:
+            raise TimeoutError(f"no answer of all ranks within {timeout_s:.3g} s")
+        return self._read()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._work.get_future().add_done_callback(lambda _: callback())
+
+
+def _tensor(data: bytes) -> Tensor:
+    """A copy that operations may write into."""
+    tensor: Tensor = _torch().frombuffer(bytearray(data), dtype=_torch().uint8)
+    return tensor
+
+
+def _c10d() -> Any:
+    """`torch.distributed`, once somebody needs it; its stubs leave out most of what is used here."""
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _reach_store(group: RankGroup, limit: timedelta) -> Store:
+    host, port = group.endpoint()
+    hosts = group.hosts_store and group.leads
+    store = _hosted.get((host, port)) if hosts else None
+    if store is None:
+        store = _c10d().TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
+    assert store is not None
+    if hosts:
+        _hosted[host, port] = store
+    return store
+
+
+def _own_address(host: str, port: int) -> str:
+    """Of the interface that leads to ``host``: what this machine's name resolves to may not be reachable from other nodes."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+        return own
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

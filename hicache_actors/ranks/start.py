@@ -1,0 +1,56 @@
+"""What the ranks compare once, before the first step.
+
+Sizes are agreed by MIN.  Facts must be equal: one that differs refuses the start on all ranks and is named, instead of a hang or a
+divergence later.  Two reductions: the first has the same length in all versions and says whether the second has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+from hicache_actors.errors import ConfigError
+from hicache_actors.ranks.round import PROTOCOL_VERSION
+from hicache_actors.ranks.sync import RankSync
+
+Fact: TypeAlias = int | str | bool | float | None
+
+_WORD: Final = (1 << 62) - 1
+
+
+def agree_on_start(
+    sync: RankSync, sizes: Mapping[str, int], facts: Mapping[str, Fact], timeout_s: float
+) -> dict[str, int]:
+    """-> the smallest of each size.  Blocks until all ranks are here, at most ``timeout_s``.
+
+    Raises, on all ranks alike, `ConfigError` for a fact that is not the same everywhere; `PeerError` if a rank does not come.
+    """
+    names = [*sizes, *facts]
+    shape = [PROTOCOL_VERSION, len(names), _word("\n".join(names))]
+    reduced = sync.reduce([*shape, *(-value for value in shape)], timeout_s)
+    if reduced[0] != -reduced[3]:
+        raise ConfigError(
+            "ranks.protocol_version", PROTOCOL_VERSION, f"the ranks speak {reduced[0]} to {-reduced[3]}",
+            fix="run one version of hicache-actors on all ranks",
+        )  # fmt: skip
+    if any(reduced[at] != -reduced[at + 3] for at in (1, 2)):
+        raise ConfigError(
+            "ranks", len(names), "the ranks compare other facts", fix="run one version of hicache-actors on all ranks"
+        )
+    words = [_word(value) for value in facts.values()]
+    reduced = sync.reduce([*sizes.values(), *words, *(-word for word in words)], timeout_s)
+    first = len(sizes)
+    for at, (name, value) in enumerate(facts.items(), first):
+        least, most = reduced[at], -reduced[at + len(words)]
+        if least != most:
+            between = f": from {least} to {most}" if type(value) is int else ""
+            raise ConfigError(name, value, f"differs between the ranks{between}", fix="give all ranks the same value")
+    return dict(zip(sizes, reduced[:first], strict=True))
+
+
+def _word(value: Fact) -> int:
+    """An int64 that stands for the value, and has a negative."""
+    if type(value) is int and 0 <= value <= _WORD:
+        return value
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") & _WORD
