@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hicache_actors.core.words import Effect
 from hicache_actors.errors import UsageError
@@ -37,7 +38,7 @@ class AutoDriver(Driver):
         self._owner = threading.get_ident()
         self._schedule, self._schedule_later = schedule, schedule_later
         self._lock = threading.Lock()
-        self._scheduled = self._closed = False
+        self._scheduled = self._closed = self._grouped = False
         self._timer: tuple[int, Callable[[], object]] | None = None
         board.on_news = self._wake
 
@@ -45,6 +46,19 @@ class AutoDriver(Driver):
     def needs_step(self) -> bool:
         """Never: apply runs by itself."""
         return False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Driver.together`.  Nothing may be awaited inside."""
+        if self._grouped:
+            raise UsageError("a section is already open")
+        self._enter()
+        self._grouped = True
+        try:
+            yield
+        finally:
+            self._grouped = False
+            self._leave(None)  # a call that broke Core has said so itself
 
     def defer(self, release: Intent) -> None:
         """Loop thread: run a release or a stop, in the open section or in one of its own."""
@@ -78,6 +92,8 @@ class AutoDriver(Driver):
 
     def _enter(self) -> None:
         self.check_owner()
+        if self._grouped:
+            return
         if self._open:
             raise UsageError("a section is already open")
         self._open = True
@@ -85,6 +101,8 @@ class AutoDriver(Driver):
     def _leave(self, broken: Exception | None) -> None:
         if broken is not None:
             self._break(broken)
+        if self._grouped:
+            return
         effects = self._take_effects()
         self._open = False
         if effects:

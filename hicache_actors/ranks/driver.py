@@ -6,6 +6,7 @@ import abc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -128,6 +129,13 @@ class Driver(abc.ABC):
     def poll(self, verb: Callable[[Any], T]) -> T:
         """`decide` for a verb that is asked again and again: its None does not count as work of this step."""
         return self.decide(verb)
+
+    @abc.abstractmethod
+    def together(self) -> AbstractContextManager[None]:
+        """A context whose calls are one section, so that they open one write-back and one backup at most.
+
+        A step is one by itself.  Raises `UsageError` on a foreign thread, and inside another section.
+        """
 
     def check_owner(self) -> None:
         """For reads of Core (`match`, results): raises UsageError on a thread that does not own Core."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 from hicache_actors.core.words import Effect
@@ -112,6 +113,11 @@ class StepDriver(Driver):
         self._under_way.append(self._issue() if self._needs_round else None)
         if effects:
             self._execute(effects)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Driver.together`: between `begin_step` and `end_step` all calls are one section."""
+        self.check_owner()
+        return nullcontext()
 
     def defer(self, release: Intent) -> None:
         """Owner thread: run a release or a stop now if the section is open, else in the next `begin_step`."""

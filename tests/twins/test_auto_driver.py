@@ -71,6 +71,32 @@ def test_each_call_is_a_section_whose_effects_start_at_once() -> None:
     assert rig.executed == [[START]]
 
 
+def test_calls_together_are_one_section() -> None:
+    rig = Rig()
+    with rig.driver.together():
+        rig.call(START)
+        rig.call(Forget(1))
+        rig.driver.defer(lambda core: core.calls.append("release"))
+        rig.driver.catch_up()
+        assert rig.executed == []
+        assert rig.core.calls == ["release"]
+        with pytest.raises(UsageError, match="already open"), rig.driver.together():
+            raise AssertionError("not reached")
+    assert rig.executed == [[START, Forget(1)]]
+    rig.call(START)
+    assert rig.executed == [[START, Forget(1)], [START]]
+
+
+def test_an_error_among_calls_together_breaks_core_only_if_it_is_of_core() -> None:
+    rig = Rig()
+    with pytest.raises(KeyError), rig.driver.together():
+        raise KeyError("of the engine")
+    assert not rig.core.degraded
+    with pytest.raises(KeyError), rig.driver.together(), rig.driver.section():
+        raise KeyError("of Core")
+    assert rig.core.degraded
+
+
 def test_many_answers_are_applied_in_one_turn() -> None:
     rig = Rig()
     open_load(rig)

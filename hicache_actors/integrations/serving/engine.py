@@ -69,7 +69,7 @@ class ServingEngine:
             self._turns = StepTurns(scheduler, served, self._deliver, driver)
         else:
             scheduler = Scheduler(cache, config, lambda wait: turns.watch(wait), recorder)
-            self._turns = turns = LoopTurns(scheduler, served, self._deliver)
+            self._turns = turns = LoopTurns(scheduler, served, self._deliver, driver)
         self._scheduler = scheduler
 
     @staticmethod

@@ -103,8 +103,9 @@ class Scheduler:
         """
         lease = request.lease
         assert lease is not None
+        whole_tokens = -(-end_tokens // self._page_size) * self._page_size
         while end_tokens > lease.capacity_tokens:
-            refused = lease.allocate(end_tokens - lease.capacity_tokens)
+            refused = lease.allocate(whole_tokens - lease.capacity_tokens)
             if not isinstance(refused, Shortfall):
                 break
             now_s = time.monotonic()

@@ -22,7 +22,7 @@ from hicache_actors.integrations.serving.model import ServedModel
 from hicache_actors.integrations.serving.request import Pass, Request
 from hicache_actors.integrations.serving.scheduler import Scheduler
 from hicache_actors.integrations.serving.words import Ending
-from hicache_actors.ranks import StepDriver
+from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.runtime import Workers
 
 News = list[tuple[Request, list[int], Ending | None]]
@@ -118,9 +118,12 @@ class Turns(ABC):
 class LoopTurns(Turns):
     """Decisions on the cache's loop (driver="auto")."""
 
-    def __init__(self, scheduler: Scheduler, served: ServedModel, deliver: Callable[[News], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, served: ServedModel, deliver: Callable[[News], None], driver: Driver
+    ) -> None:
         super().__init__(scheduler, served, deliver)
         self._loop = asyncio.get_running_loop()
+        self._driver = driver
         self._news = asyncio.Event()
         self._watches: set[asyncio.Task[object]] = set()
 
@@ -144,7 +147,8 @@ class LoopTurns(Turns):
         try:
             while not self._finished:
                 self._news.clear()
-                planned = self._decide()
+                with self._driver.together():  # as many jobs as a step has, not as many as it has requests
+                    planned = self._decide()
                 if planned is not None:
                     self._launch(planned)
                 self._deliver(self._take_news())
