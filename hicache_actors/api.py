@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -47,6 +48,7 @@ from hicache_actors.tiers.storage import StorageSnapshot
 T = TypeVar("T")
 State: TypeAlias = Literal["open", "degraded", "disabled", "closing", "closed"]
 
+_LAST_STEP_S: Final = 0.25  #: after a deadline: for the step that takes the waiter out
 _IDLE_STEP_S: Final = 0.005  #: between the steps that a closing cache makes by itself
 
 
@@ -86,6 +88,7 @@ class HiCache(BlockVerbs):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._closing = self._closed = False
+        self._undecided: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
         self._switch = StorageSwitch(parts.storage_tier, self._decided, parts.config.close_timeout_s)
         self._rids = itertools.count(1)
 
@@ -215,12 +218,18 @@ class HiCache(BlockVerbs):
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
         return await self._ask(
-            lambda core: core.stored(prompt), lambda answer: Stored(*answer), Core.cancel_waiter, deadline_s
+            lambda core: core.stored(prompt),
+            lambda answer: Stored(*answer),
+            Core.cancel_waiter,
+            deadline_s,
+            unheard=lambda: (0, "pending"),
         )
 
     async def drain(self, deadline_s: float) -> int:
         """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten."""
-        return await self._ask(Core.drained, int, Core.cancel_waiter, deadline_s)
+        return await self._ask(
+            Core.drained, int, Core.cancel_waiter, deadline_s, unheard=lambda: self.core.unsaved_pages
+        )
 
     async def reset(self) -> None:
         """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
@@ -340,8 +349,8 @@ class HiCache(BlockVerbs):
         else:
             self.driver.defer(intent)
 
-    async def _decided(self, decision: Callable[[Core], T]) -> T:
-        """`_decide`, and wait for what came of it."""
+    def _decision(self, decision: Callable[[Core], T]) -> asyncio.Future[T]:
+        """`_decide` -> a future of what comes of it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -355,8 +364,13 @@ class HiCache(BlockVerbs):
             else:
                 loop.call_soon_threadsafe(_resolve, future, value)
 
+        self._undecided.add(future)
         self._decide(decide)
-        return await future
+        return future
+
+    async def _decided(self, decision: Callable[[Core], T]) -> T:
+        """`_decide`, and wait for what came of it."""
+        return await self._decision(decision)
 
     async def _ask(
         self,
@@ -365,11 +379,13 @@ class HiCache(BlockVerbs):
         cancel: Callable[[Core, int], Any],
         deadline_s: float | None = None,
         give_back: Callable[[T], None] | None = None,
+        unheard: Callable[[], Any] = lambda: None,
     ) -> T:
         """Put a waiter into Core and wait for its answer, or take it out again: however this ends, it is not left behind.
 
         ``answer`` makes the result of what Core says, on the loop, before anything later reaches it; after ``deadline_s`` that is
-        what ``cancel`` returns.  A result that its caller does not live to see goes to ``give_back``.
+        what ``cancel`` returns, or ``unheard`` if no step comes.  A result that its caller does not live to see goes to
+        ``give_back``.
         """
         self._check_open()
         loop = asyncio.get_running_loop()
@@ -393,13 +409,17 @@ class HiCache(BlockVerbs):
             self.pipelines.leave(waiter)
             return cancel(core, waiter)
 
+        self._undecided.add(future)
         self._decide(put)
         try:
             await asyncio.wait({future}, timeout=deadline_s)
             if future.done():
                 return future.result()
-            late = await self._decided(take_out)
-            return future.result() if future.done() else answer(late)  # the answer may have been on its way
+            late = self._decision(take_out)
+            await asyncio.wait({late}, timeout=_LAST_STEP_S)
+            if future.done():  # the answer was on its way
+                return future.result()
+            return answer(late.result() if late.done() else unheard())
         except BaseException:
             if give_back is not None and future.done() and future.exception() is None:
                 give_back(future.result())
@@ -413,7 +433,7 @@ class HiCache(BlockVerbs):
             return
         self._closing = True
         pipelines = self._parts.pipelines
-        pipelines.stop_waiting()
+        self._stop_waiting()
         pipelines.stop_prefetches()
         with anyio.move_on_after(self._parts.config.close_timeout_s):
             if isinstance(self.driver, StepDriver):
@@ -423,6 +443,13 @@ class HiCache(BlockVerbs):
         await self._switch.close(self._parts.config.close_timeout_s)
         await self._parts.stop()
         self._closed = True
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        """Nobody is answered any more, neither who waits inside Core nor who waits for a step."""
+        self.pipelines.stop_waiting()
+        for future in list(self._undecided):
+            _fail(future, StoppedError("the cache has been closed"))
 
     async def _step_until_idle(self, driver: StepDriver) -> None:
         """The engine has stopped stepping: what it left open is brought to its end here."""

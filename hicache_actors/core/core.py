@@ -26,7 +26,7 @@ from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
 from hicache_actors.core.saving import Saving
-from hicache_actors.core.state import Note, State
+from hicache_actors.core.state import Decision, Note, State
 from hicache_actors.core.waiting import Waiting
 from hicache_actors.core.words import (
     DEVICE,
@@ -158,6 +158,16 @@ class Core:
         return self.state.log_digest
 
     @property
+    def decided(self) -> int:
+        """Decisions so far."""
+        return self.state.decided
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The last of them, for the report of a divergence."""
+        return [Decision(*entry) for entry in self.state.decisions]
+
+    @property
     def counts(self) -> dict[str, int]:
         """Counters by name, since open."""
         return self.state.counts
@@ -183,6 +193,10 @@ class Core:
         self._check_owned()
         self._waiting.check_free(rid)
         return self._leases.lease(tokens, rid, priority, blank=blank)
+
+    def find_lease(self, rid: str) -> CoreLease | None:
+        """The open lease of a request."""
+        return self.state.leases.get(rid)
 
     def load(self, lease: CoreLease, max_tokens: int | None = None) -> tuple[int, ...] | Shortfall:
         """Load what the host holds beyond the lease's pages (at most ``max_tokens``), all of it or nothing; may be called again.
@@ -308,6 +322,11 @@ class Core:
     def drained(self) -> int:
         """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open."""
         return self._waiting.drained()
+
+    @property
+    def unsaved_pages(self) -> int:
+        """Pages that the write policy wants saved and that are not.  The one thing here that any thread may read."""
+        return self._waiting.pages_left()
 
     def cancel_waiter(self, waiter: int) -> object:
         """Drop a waiter of `stored` or `drained` -> its answer as of now (reason "pending" if more may come); None if unknown."""
