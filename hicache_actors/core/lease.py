@@ -33,6 +33,7 @@ class CoreLease:
         "fetched",
         "holds",
         "loads",
+        "number",
         "pages",
         "pin",
         "priority",
@@ -55,6 +56,7 @@ class CoreLease:
         self.holds: list[object] = []
         self.failed: Failure | None = None
         self.closed = self.allocated = False
+        self.number = 0  # how many leases there were before; unlike ``rid`` it is never used again
         self.waiter = 0  # of the `acquire` that made it
         self.fetched = fetched
         self._page = page

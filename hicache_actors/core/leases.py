@@ -56,6 +56,7 @@ class Leases:
     def __init__(self, state: State, loads: Loads, fetches: Fetches) -> None:
         self.state, self.loads, self.fetches = state, loads, fetches
         self._drain: DrainJob | None = None  # of the open section
+        self._opened = 0
 
     # -- lease and load -----------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,8 @@ class Leases:
         self.fetches.on_lease(rid)
         root = tree.root(tokens.scope)
         lease = CoreLease(rid, tokens, priority, state.pins.pin(DEVICE, root), state.page, self.fetches.take(rid))
+        lease.number = self._opened
+        self._opened += 1
         if state.degraded:
             lease.fail("degraded", 0)
         asked = state.pages_asked(tokens)

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.jobs import Job, Jobs
@@ -22,6 +22,8 @@ from hicache_actors.core.words import ABSENT, DEVICE, HOST, SLOT_BYTES, TIER_NAM
 
 if TYPE_CHECKING:
     from hicache_actors.core.lease import CoreLease
+
+KEPT_DECISIONS: Final = 256  #: the last ones, for the report of a divergence
 
 _PACK = struct.Struct("<4q").pack
 
@@ -54,6 +56,16 @@ class Note(enum.IntEnum):
     ROOM = 33
 
 
+class Decision(NamedTuple):
+    """An entry of the decision log; ``digest`` is the rolling one after it."""
+
+    digest: int
+    code: int
+    a: int
+    b: int
+    c: int
+
+
 class State:
     """Shared state; the parts (`leases`, `loads`, `fetch`, `saving`, `waiting`) hold it and decide on it."""
 
@@ -77,6 +89,8 @@ class State:
         self.storage_epoch = 0  # how often that has changed: what is STORED was stored in this one
         self.backlog: deque[Node] = deque()  # maybe on the host and not in the store: to be looked at
         self.log_digest = 0
+        self.decided = 0  # decisions so far
+        self.decisions: deque[tuple[int, int, int, int, int]] = deque(maxlen=KEPT_DECISIONS)
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}
         self.can_write_back: Callable[[Node], bool] = lambda _: False
@@ -84,7 +98,9 @@ class State:
 
     def note(self, code: int, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Roll a decision into the digest that travels with each round."""
-        self.log_digest = zlib.crc32(_PACK(code, a, b, c), self.log_digest)
+        self.log_digest = digest = zlib.crc32(_PACK(code, a, b, c), self.log_digest)
+        self.decided += 1
+        self.decisions.append((digest, code, a, b, c))
 
     def count(self, what: str, n: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + n

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hicache_actors.core.words import Effect
 from hicache_actors.errors import UsageError
 from hicache_actors.ranks.board import Board
 from hicache_actors.ranks.driver import Driver, Intent, Replica
 from hicache_actors.ranks.round import Agreed
+
+if TYPE_CHECKING:
+    from hicache_actors.ranks.intents import AnyTold
 
 
 class AutoDriver(Driver):
@@ -73,7 +77,7 @@ class AutoDriver(Driver):
         if not self._open:
             self._turn()
 
-    def post(self, intent: Intent) -> None:
+    def post(self, intent: Intent, told: AnyTold | None = None) -> None:
         """Any thread: the next apply runs it."""
         self._inbox.append(intent)
         self._wake()

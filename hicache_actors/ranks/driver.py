@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from hicache_actors.core.words import (
     Effect,
@@ -22,6 +22,9 @@ from hicache_actors.core.words import (
 from hicache_actors.errors import HiCacheError, UsageError
 from hicache_actors.ranks.board import Board, Value, WireMap
 from hicache_actors.ranks.round import Agreed
+
+if TYPE_CHECKING:
+    from hicache_actors.ranks.intents import AnyTold
 
 T = TypeVar("T")
 Intent: TypeAlias = Callable[[Any], object]
@@ -165,8 +168,11 @@ class Driver(abc.ABC):
         """Owner thread: apply what waits, where this driver may do so between its turns."""
 
     @abc.abstractmethod
-    def post(self, intent: Intent) -> None:
-        """Any thread: the next apply runs the intent."""
+    def post(self, intent: Intent, told: AnyTold | None = None) -> None:
+        """Any thread: the next apply runs the intent.
+
+        With ranks ``told`` says the same to the others, and the intent runs when it has reached them; one without may only read.
+        """
 
     @abc.abstractmethod
     def fail(self, exc: BaseException) -> None:

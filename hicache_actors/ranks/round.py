@@ -13,6 +13,8 @@ from hicache_actors.ranks.board import Board, Value, WireMap
 PROTOCOL_VERSION: Final = 1
 NOT_YET: Final = -1
 
+_DEAD, _CLOSING, _RUNNING = 0, 1, 2
+
 _DIGEST_MASK: Final = (1 << 63) - 1  # so that the negative fits into an int64 too
 
 
@@ -33,12 +35,17 @@ class Agreed(NamedTuple):
     released: list[int]
 
 
+class Diverged(PeerError):
+    """The ranks have taken different decisions; all of them learn it in the same round."""
+
+
 class RoundVector:
     """The fixed int64 vector of one round, made to be reduced with MIN, element by element.
 
     ``now_ms, alive, version, -version, digest, -digest``, then one value per slot (-1: not yet), then one *element*
-    (0 or 1) per row.  Elements are never packed into bits: the MIN of two masks is not their AND.  A pair x, -x is the
-    same on all ranks exactly if the two minima still cancel.
+    (0 or 1) per row.  ``alive`` is 0 for a dead rank, 1 for one that closes its cache, else 2.  Elements are never packed
+    into bits: the MIN of two masks is not their AND.  A pair x, -x is the same on all ranks exactly if the two minima
+    still cancel.
     """
 
     HEADER: Final = 6
@@ -50,11 +57,14 @@ class RoundVector:
     def __len__(self) -> int:
         return self.HEADER + self.slots + self.rows
 
-    def encode(self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True) -> Round:
+    def encode(
+        self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True, closing: bool = False
+    ) -> Round:
         """This rank's vector.  A rank that is not alive answers 0 for all open work, so that no peer waits for it."""
         vector = array("q", self._blank)
         digest &= _DIGEST_MASK
-        vector[: self.HEADER] = array("q", (now_ms, alive, self.version, -self.version, digest, -digest))
+        state = _DEAD if not alive else _CLOSING if closing else _RUNNING
+        vector[: self.HEADER] = array("q", (now_ms, state, self.version, -self.version, digest, -digest))
         values, released = board.answers(wire)
         if alive:
             answers = {(job, phase): value for job, phase, value in values}
@@ -87,8 +97,10 @@ class RoundVector:
         now_ms, alive, version, minus_version, digest, minus_digest = reduced[: self.HEADER]
         if version != -minus_version:
             raise PeerError(f"protocol versions {version} and {-minus_version} in one group")
+        if alive == _CLOSING and sent.vector[1] == _RUNNING:
+            raise PeerError("a peer closes its cache, and this rank's engine goes on")
         if alive and check_digest and digest != -minus_digest:
-            raise PeerError(f"the ranks have diverged: decision logs {digest:#x} and {-minus_digest:#x}")
+            raise Diverged(f"the ranks have diverged: decision logs {digest:#x} and {-minus_digest:#x}")
         wire, first_row = sent.wire, self.HEADER + self.slots
         values = [
             (job, phase, value)

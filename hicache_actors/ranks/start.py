@@ -19,16 +19,16 @@ Fact: TypeAlias = int | str | bool | float | None
 _WORD: Final = (1 << 62) - 1
 
 
-def agree_on_start(
+async def agree_on_start(
     sync: RankSync, sizes: Mapping[str, int], facts: Mapping[str, Fact], timeout_s: float
 ) -> dict[str, int]:
-    """-> the smallest of each size.  Blocks until all ranks are here, at most ``timeout_s``.
+    """-> the smallest of each size.  Waits until all ranks are here, at most ``timeout_s``.
 
     Raises, on all ranks alike, `ConfigError` for a fact that is not the same everywhere; `PeerError` if a rank does not come.
     """
     names = [*sizes, *facts]
     shape = [PROTOCOL_VERSION, len(names), _word("\n".join(names))]
-    reduced = sync.reduce([*shape, *(-value for value in shape)], timeout_s)
+    reduced = await sync.reduce_async([*shape, *(-value for value in shape)], timeout_s)
     if reduced[0] != -reduced[3]:
         raise ConfigError(
             "ranks.protocol_version", PROTOCOL_VERSION, f"the ranks speak {reduced[0]} to {-reduced[3]}",
@@ -39,7 +39,7 @@ def agree_on_start(
             "ranks", len(names), "the ranks compare other facts", fix="run one version of hicache-actors on all ranks"
         )
     words = [_word(value) for value in facts.values()]
-    reduced = sync.reduce([*sizes.values(), *words, *(-word for word in words)], timeout_s)
+    reduced = await sync.reduce_async([*sizes.values(), *words, *(-word for word in words)], timeout_s)
     first = len(sizes)
     for at, (name, value) in enumerate(facts.items(), first):
         least, most = reduced[at], -reduced[at + len(words)]

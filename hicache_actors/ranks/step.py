@@ -6,13 +6,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hicache_actors.core.words import Effect
 from hicache_actors.errors import PeerError, UsageError
 from hicache_actors.ranks.board import Board
 from hicache_actors.ranks.driver import Driver, Intent, Replica
-from hicache_actors.ranks.round import Agreed, Exchange, Pending, Round, RoundVector, exchange_alone
+from hicache_actors.ranks.round import Agreed, Diverged, Exchange, Pending, Round, RoundVector, exchange_alone
+
+if TYPE_CHECKING:
+    from hicache_actors.ranks.intake import Intake
+    from hicache_actors.ranks.intents import AnyTold
 
 T = TypeVar("T")
 
@@ -27,7 +31,8 @@ class StepDriver(Driver):
 
     ``execute(effects)`` is called once per section that has any, on the owner thread.  ``exchange`` issues a round and
     returns at once; at most ``lag`` rounds are under way, in order.  ``on_failure`` hears once of the failure that
-    ended agreement.
+    ended agreement.  ``intake``: with ranks, how intents reach all of them.  ``explain`` says, once all ranks have found that
+    they have diverged, where; it may block for a moment.
     """
 
     def __init__(
@@ -41,6 +46,8 @@ class StepDriver(Driver):
         lag: int = 1,
         vector: RoundVector | None = None,
         wait_news: Callable[[float], object] | None = None,
+        intake: Intake | None = None,
+        explain: Callable[[], str] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__(core, board, clock_ms, execute, on_failure)
@@ -51,18 +58,21 @@ class StepDriver(Driver):
         self._wait_news = wait_news or board.wait_news
         self._under_way: deque[tuple[Round, Pending] | None] = deque()
         self._queued: list[Intent] = []
+        self._admitted: list[Intent] = []
+        self._intake, self._explain = intake, explain
         self._idle = False  # the last section changed nothing
         self._peers_lost = False
+        self.closing = False  #: the engine has stopped; the steps from here on are the cache's own
 
     @property
     def needs_step(self) -> bool:
         """While it is true an engine makes (empty) steps.
 
-        Replicated; but on a single rank intents and releases that wait for a step count as well, else an idle engine would never
-        hear of them.  With more ranks they travel with the engine's own broadcast.
+        Replicated, also where releases or an intake wait for a step; but on a single rank whatever waits counts, else an idle
+        engine would never hear of it.
         """
-        alone = self._exchange is exchange_alone
-        return self._needs_round or (alone and bool(self._inbox or self._queued))
+        alone = self._intake is None
+        return self._needs_round or bool(self._admitted or self._queued or (alone and self._inbox))
 
     @property
     def _needs_round(self) -> bool:
@@ -75,7 +85,7 @@ class StepDriver(Driver):
     @property
     def pace_s(self) -> float:
         """How long the next `begin_step` would wait for local news; only time depends on it."""
-        if not self._idle or not self._needs_round or self._queued or self._inbox:
+        if not self._idle or not self._needs_round or self._queued or self._inbox or self._admitted:
             return 0.0
         if any(entry is not None and entry[0].has_news for entry in self._under_way):
             return 0.0
@@ -96,7 +106,8 @@ class StepDriver(Driver):
         self._owner = threading.get_ident()
         self._open = True
         self.steps += 1
-        queued, self._queued = self._queued, []
+        queued, self._queued = self._queued + self._admitted, []
+        self._admitted = []
         self._idle = not queued and not self._inbox
         self._apply(agreed, queued)
 
@@ -139,10 +150,35 @@ class StepDriver(Driver):
             self._idle = idle
         return answer
 
-    def post(self, intent: Intent) -> None:
-        """Any thread, one rank (or the leader's intake): the next `begin_step` runs it, after the queued releases."""
-        self._inbox.append(intent)
+    def post(self, intent: Intent, told: AnyTold | None = None) -> None:
+        """Any thread: the next `begin_step` runs it, after the queued releases; with ranks, once its intake has been applied.
+
+        Raises `UsageError` on a rank that does not lead, if the intent is not one that only reads.
+        """
+        if self._intake is None or told is None or self._peers_lost:
+            self._inbox.append(intent)
+        else:
+            self._intake.post(intent, told)
+            if self._peers_lost:  # meanwhile
+                self._admitted += self._intake.give_up()
         self.board.tell()
+
+    def intake_bytes(self) -> bytes:
+        """The leader's intents since the last call, for `apply_intake` on all ranks.  Owner thread."""
+        return self._with_ranks().take_bytes()
+
+    def apply_intake(self, data: bytes) -> None:
+        """On all ranks, between two steps: the next `begin_step` runs what ``data`` says."""
+        if self._open:
+            raise UsageError("apply_intake belongs between end_step and begin_step")
+        if not self._peers_lost:
+            self._admitted += self._with_ranks().admit(data)
+
+    @property
+    def next_round(self) -> Pending | None:
+        """The round that the next `begin_step` waits for; None if there is none."""
+        entry = self._under_way[0] if len(self._under_way) >= self.lag else None
+        return None if entry is None or self._peers_lost else entry[1]
 
     def fail(self, exc: BaseException) -> None:
         """Any thread: this rank's movers are dead.  Its next round says so; all ranks degrade in the apply of it."""
@@ -170,19 +206,30 @@ class StepDriver(Driver):
         sent, pending = entry
         try:
             return self._vector.decode(sent, pending.result(timeout_s), check_digest=not self.core.degraded)
+        except Diverged as exc:
+            where = "" if self._explain is None else f"; first differing: {self._explain()}"
+            return self._lose_peers(Diverged(f"{exc}{where}"))
         except (PeerError, TimeoutError) as exc:
             return self._lose_peers(exc)
+
+    def _with_ranks(self) -> Intake:
+        if self._intake is None:
+            raise UsageError("one rank has no intake: what its frontends want is in the next step by itself")
+        return self._intake
 
     def _lose_peers(self, exc: Exception) -> Agreed:
         self._peers_lost = True
         self._under_way.clear()
+        if self._intake is not None:
+            self._admitted += self._intake.give_up()
         self._fail(exc)
         return Agreed(0, False, [], [])
 
     def _issue(self) -> tuple[Round, Pending] | None:
         self.board.read_news()
         now_ms = self._clock_ms()
-        sent = self._vector.encode(self.core.wire(), self.board, now_ms, self.core.log_digest, alive=self.alive)
+        wire, digest = self.core.wire(), self.core.log_digest
+        sent = self._vector.encode(wire, self.board, now_ms, digest, alive=self.alive, closing=self.closing)
         self.rounds += 1
         try:
             return sent, self._exchange(sent)

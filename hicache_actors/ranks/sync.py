@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -15,6 +15,8 @@ from hicache_actors.ranks.round import Round
 from hicache_actors.ranks.transport import Flight, Transport
 
 T = TypeVar("T")
+
+_LEAST_S: Final = 0.001  #: an operation may tell of its end a moment before it is seen to have ended
 
 
 class RankSync:
@@ -52,9 +54,15 @@ class RankSync:
         return ticket
 
     def reduce(self, values: Sequence[int], timeout_s: float) -> Sequence[int]:
-        """A reduction beside the rounds, in a place that all ranks reach: at the start, or after a divergence.  Blocks."""
+        """A reduction beside the rounds, in a place that all ranks reach, such as the end after a divergence.  Blocks."""
         flight = self._issue(lambda: self.transport.reduce_min(values, timeout_s))
         return self._ended(flight, timeout_s)
+
+    async def reduce_async(self, values: Sequence[int], timeout_s: float) -> Sequence[int]:
+        """`reduce` on the loop: at the start."""
+        flight = self._issue(lambda: self.transport.reduce_min(values, timeout_s))
+        await _landed(flight, timeout_s)
+        return self._ended(flight, _LEAST_S)
 
     def broadcast(self, data: bytes, timeout_s: float) -> bytes:
         """Rank 0's bytes, on all ranks.  Blocks.  Any one thread at a time."""
@@ -63,15 +71,7 @@ class RankSync:
 
     async def arrived(self, ticket: Ticket, timeout_s: float) -> None:
         """Wait on the loop until the round has ended, however, or ``timeout_s`` have passed."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:  # maybe on a thread of the transport, after the loop has gone
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended.set)
-
-        ticket.flight.when_done(wake)
-        with anyio.move_on_after(timeout_s):
-            await ended.wait()
+        await _landed(ticket.flight, timeout_s)
 
     def lose(self, error: Exception) -> PeerError:
         """Any thread: leave the group -> why."""
@@ -119,4 +119,13 @@ class Ticket:
         return self._sync._ended(self.flight, max(left_s, _LEAST_S))
 
 
-_LEAST_S = 0.001
+async def _landed(flight: Flight[Any], timeout_s: float) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:  # maybe on a thread of the transport, after the loop has gone
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(ended.set)
+
+    flight.when_done(wake)
+    with anyio.move_on_after(timeout_s):
+        await ended.wait()
