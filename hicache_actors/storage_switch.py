@@ -8,6 +8,7 @@ beginning to its end; then the old store is run down, within a deadline, whateve
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -91,11 +92,13 @@ class StorageSwitch:
 
     async def _attach(self, store: Store, deadline_s: float) -> None:
         async with self._turn:
+            until_s = anyio.current_time() + deadline_s
             try:
                 await self._open(store, deadline_s)
                 self._tier.prepare(store)
                 old = self._tier.store
-                await self._decide(lambda core: core.set_storage(True))
+                if not await self._decided(True, until_s, withdraw=True):
+                    raise BackendError(f"attach {store.url}: no step within {deadline_s} s")
             except BaseException:
                 if self._tier.store is not store:
                     self._tier.prepare(None)
@@ -117,10 +120,31 @@ class StorageSwitch:
             if store is None:
                 return 0
             # An engine that makes no steps decides nothing: the store is cut off in time all the same, and Core learns of it later.
-            with anyio.CancelScope(deadline=until_s):
-                await self._decide(lambda core: core.set_storage(False))
+            await self._decided(False, until_s, withdraw=False)
             await self._run_down(store, until_s)
             return len(store.calls.open)
+
+    async def _decided(self, attached: bool, until_s: float, *, withdraw: bool) -> bool:
+        """Ask Core to switch, and wait -> whether it has, by then.  ``withdraw``: if it has not, it shall not do so later."""
+        chance = threading.Lock()  # taken once: by Core's thread that decides, or here
+
+        def decide(core: Core) -> None:
+            if chance.acquire(blocking=False):
+                core.set_storage(attached)
+
+        deciding = asyncio.ensure_future(self._decide(decide))
+        try:
+            await asyncio.wait({deciding}, timeout=max(0.0, until_s - anyio.current_time()))
+            if not deciding.done() and (not withdraw or chance.acquire(blocking=False)):
+                return False
+            await asyncio.wait({deciding})  # its thread is at it
+        except BaseException:
+            chance.acquire(blocking=False)
+            raise
+        finally:
+            deciding.cancel()
+        deciding.result()
+        return True
 
     async def _run_down(self, store: Store, until_s: float) -> None:
         await store.run_down(max(0.0, until_s - anyio.current_time()))

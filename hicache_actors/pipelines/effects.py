@@ -178,7 +178,11 @@ class Pipelines:
     ) -> None:
         """The job is about the store that is attached now, whichever is when it runs."""
         store = self._movers.storage.store
-        assert store is not None, "Core opens storage jobs only when there is a store"
+        if store is None:  # the cache is closing, and has taken back what Core was attaching
+            job = self.open_job(start.job)
+            job.answer_rest()
+            job.close()
+            return
 
         async def at_store(movers: Movers, start: S, job: OpenJob) -> None:
             await pipeline(movers, store, start, job)

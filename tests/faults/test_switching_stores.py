@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging, Slow, Verb, Wrapper
 from hicache_actors.config import Deadlines, ModelFacts
@@ -441,6 +444,80 @@ def test_an_engine_that_makes_no_steps_cannot_keep_a_store() -> None:
             assert not small.cache.core.state.storage
 
     run_checked(main, None)
+
+
+def test_a_store_that_no_step_attaches_is_given_up() -> None:
+    async def main() -> None:
+        old, new = Seen(MemoryBackend()), Seen(MemoryBackend())
+        async with open_small(driver="step", backend=old) as small:
+            with pytest.raises(BackendError, match="no step"):
+                await small.cache.attach_storage(new, deadline_s=1.0)
+            async with stepping(small.cache):
+                await asyncio.sleep(0.1)
+                assert new.closed
+                assert small.cache.movers.storage.store is not None
+                assert small.cache.movers.storage.store.backend is old
+                assert not old.closed
+
+    run_checked(main, None)
+
+
+def test_a_detach_that_core_learns_of_later_does_not_touch_the_next_store() -> None:
+    async def main() -> None:
+        new = MemoryBackend()
+        async with open_small(driver="step", backend=MemoryBackend()) as small:
+            await small.cache.detach_storage(1.0)
+            attaching = asyncio.ensure_future(small.cache.attach_storage(new))
+            await asyncio.sleep(0.1)
+            async with stepping(small.cache):
+                await attaching
+                assert small.cache.movers.storage.store is not None
+                assert small.cache.movers.storage.store.backend is new
+                assert small.cache.core.state.storage
+                assert small.cache.core.state.storage_epoch == 2
+
+    run_checked(main, None)
+
+
+# -- with threads and files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "uvloop"], indirect=True)
+async def test_folders_are_exchanged_while_threads_hang_in_the_old_one(
+    anyio_backend: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = threading.Event()
+    read_many = Folder.read_many
+
+    def hung(folder: Folder, *args: Any) -> Any:
+        if str(folder.root).endswith("old"):
+            hang.wait()
+        return read_many(folder, *args)
+
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    async with open_small(url=old) as small:
+        wanted = reference_token(small, prompt(PAGES))
+        assert await request(small, prompt(PAGES)) == wanted
+        await small.cache.drain(10.0)
+        await small.cache.reset()
+        monkeypatch.setattr(Folder, "read_many", hung)
+        async with small.cache.acquire(prompt(PAGES), deadline_s=0.1) as lease:
+            assert lease.usable_tokens == 0
+        await small.cache.attach_storage(new, deadline_s=0.5)
+        snapshot = small.cache.snapshot()
+        assert snapshot.storage is not None
+        assert (snapshot.storage.url, snapshot.storage.detached_calls) == (new, 1)
+        assert snapshot.core.host.limbo_pages == PAGES
+        assert await request(small, prompt(PAGES)) == wanted
+        assert await found(small) == PAGES
+        hang.set()
+        await small.cache.pipelines.idle()
+        assert small.cache.core.usage().host.limbo_pages == 0
+        await small.cache.attach_storage(new)  # the same folder anew, and back to the first
+        assert await found(small) == PAGES
+        await small.cache.attach_storage(old)
+        assert await found(small) == PAGES
+        assert await request(small, prompt(PAGES)) == wanted
 
 
 # -- under load --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -45,7 +46,5 @@ class StoreThreads(Workers):
         return left + tuple(name for other in self._others.values() for name in other.close(timeout_s))
 
     async def aclose(self, timeout_s: float) -> tuple[str, ...]:
-        left = await super().aclose(timeout_s)
-        for other in self._others.values():
-            left += await other.aclose(timeout_s)
-        return left
+        pools = (super().aclose(timeout_s), *(other.aclose(timeout_s) for other in self._others.values()))
+        return tuple(name for left in await asyncio.gather(*pools) for name in left)

@@ -53,10 +53,12 @@ class StorageTier(Actor):
 
     def switch(self, attached: bool) -> None:
         """Core has decided: from here on jobs are about the prepared store, or there are none."""
-        old, self.store = self.store, self._next if attached else None
-        self._next = None
+        old, self.store = self.store, None
+        if attached:
+            self.store, self._next = self._next, None
         if old is not None:
             self._detached.append(old)
+        self._forget_gone()
         self._attached += self.store is not None
         self.log.info("storage_switched", old=old and old.url, new=self.store and self.store.url)
 
@@ -94,7 +96,7 @@ class StorageTier(Actor):
         """None if there has never been a store."""
         if not self._attached:
             return None
-        self._detached = [store for store in self._detached if store.calls.open or not store.closed]
+        self._forget_gone()
         now_s, store = self._clock(), self.store
         detached_calls = sum(len(each.calls.open) for each in self._detached)
         return StorageSnapshot(
@@ -136,6 +138,9 @@ class StorageTier(Actor):
     @handles(Counted)
     def _counted(self, message: Counted) -> None:
         self._pages[message.what] += message.pages
+
+    def _forget_gone(self) -> None:
+        self._detached = [store for store in self._detached if store.calls.open or not store.closed]
 
     def _note(self, message: CallBegun | CallFailed | CallRefused | Counted) -> None:
         if self.state == "running":  # a call may outlive the actor
