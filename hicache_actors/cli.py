@@ -17,7 +17,7 @@ DESCRIPTION: Final = "A KV cache of three tiers (device, host, storage) for asyn
 
 EPILOG: Final = """\
 examples:
-  hicache bench core           time decisions; storage and serving are other suites
+  hicache bench core           time decisions; storage, serving and reports are the other suites
   hicache bench core --json    one JSON object, for scripts
   hicache plan --help          size the tiers for a model
   hicache doctor               look at this machine

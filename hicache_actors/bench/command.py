@@ -24,7 +24,7 @@ examples:
   hicache bench core                                     a table
   hicache bench storage --url file:///var/cache/kv       on the disk that shall be used
   hicache bench serving --quick                          a look, in a few seconds
-  hicache bench storage --json                           one JSON object, for scripts
+  hicache bench reports --json                           one JSON object, for scripts
 """
 
 

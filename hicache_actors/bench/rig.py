@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 import torch
 
 from hicache_actors.api import HiCache
+from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.backends.wrappers import Wrapper
@@ -29,6 +30,7 @@ Ts = TypeVarTuple("Ts")
 
 PAGE_TOKENS: Final = 64
 PATIENCE_S: Final = 120.0
+_HASH_DIGITS: Final = 64  #: a key begins with the page's hash
 SHAPES: Final = {
     64 << 10: KVShape(layers=2, kv=2, heads=1, head_dim=128, dtype="bfloat16", page_size=PAGE_TOKENS),
     1 << 20: KVShape(layers=8, kv=2, heads=4, head_dim=128, dtype="bfloat16", page_size=PAGE_TOKENS),
@@ -62,6 +64,7 @@ class Watched(Wrapper):
         super().__init__(inner)
         self.stored: set[str] = set()
         self.last_byte_s = 0.0
+        self._read_s: dict[str, float] = {}
         self._workers = workers
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
@@ -69,7 +72,12 @@ class Watched(Wrapper):
         found = await self.inner.read(keys, buffers)
         in_thread_s = self._workers.last_end_s
         self.last_byte_s = in_thread_s if in_thread_s > begun_s else perf_counter()
+        self._read_s |= dict.fromkeys((key[:_HASH_DIGITS] for key in keys), self.last_byte_s)
         return found
+
+    def last_byte_of(self, hashes: Iterable[bytes]) -> float:
+        """When the last of these pages was in."""
+        return max(self._read_s[page_hash.hex()] for page_hash in hashes)
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
         outcomes = await self.inner.write(keys, buffers)
@@ -150,6 +158,7 @@ async def open_rig(
     host_pages: int | None = None,
     device_pages: int | None = None,
     backend: Backend | None = None,
+    driver: DriverKind = "auto",
     **storage: Any,
 ) -> AsyncIterator[Rig]:
     """A cache over ``url`` (or over ``backend``), with room for ``pages`` on the device and twice as many on the host.
@@ -157,12 +166,8 @@ async def open_rig(
     ``storage`` are settings of `StorageConfig`.  Torch computes in one thread, so that copies have the machine.
     """
     shape = SHAPES[page_bytes]
-    settings = StorageConfig(
-        prefetch_threshold_tokens=PAGE_TOKENS,
-        prefetch_policy="wait_complete",
-        prefetch_timeout_max_s=PATIENCE_S,
-        **storage,
-    )
+    patient: dict[str, Any] = {"prefetch_policy": "wait_complete", "prefetch_timeout_max_s": PATIENCE_S}
+    settings = StorageConfig(prefetch_threshold_tokens=PAGE_TOKENS, **(patient | storage))
     workers = StampingWorkers("bench-store", settings.read_concurrency + settings.write_concurrency)
     watched = Watched(open_backend(url, workers) if backend is None else backend, workers)
     config = Config(
@@ -177,7 +182,7 @@ async def open_rig(
         for tensor in kv.layer(layer):
             tensor.view(torch.int16).random_(0, 1 << 14)
     try:
-        async with HiCache.open(config, kv, backend=watched) as cache:
+        async with HiCache.open(config, kv, backend=watched, driver=driver) as cache:
             yield Rig(cache, watched, pages)
     finally:
         workers.close()

@@ -63,6 +63,18 @@ Figures without p50 in their name have p50 and p99.  Takes about a minute.
 Absolute times are this CPU's; compare them within one run.
 """
 
+_REPORTS: Final = """\
+What public bug reports have measured on other caches, measured on this one; each named by its number.
+
+  P04   backup bookkeeping when 64 requests end in one step    P05   copies submitted per write-back and load
+  P06   one eviction call at 1 k, 10 k and 50 k leaves         P08   what waiting I/O threads take from a busy main thread
+  P09   a fetch inside a busy process against a bare loop      P10   last byte in until the request may run, 200 in line
+  P11   a small fetch behind a large, slow one                 P12   what each stop policy waits for, and what it gets
+  P13   24 prompts asked a second time: hit rate, refusals     P26   host pages that a storage miss evicts
+
+Where a limit is known it stands beside the figure, as ..._limit.  Takes less than a minute.
+"""
+
 SUITES: Final[dict[str, Suite]] = {
     "core": Suite(
         ("hicache_actors.bench.core", "hicache_actors.bench.runtime"),
@@ -80,5 +92,11 @@ SUITES: Final[dict[str, Suite]] = {
         "what requests feel of the cache, with a small model",
         _SERVING,
         ("--url", "--quick"),
+    ),
+    "reports": Suite(
+        ("hicache_actors.bench.reports",),
+        "complaints about other caches, measured on this one",
+        _REPORTS,
+        ("--quick",),
     ),
 }
