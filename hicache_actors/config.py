@@ -29,22 +29,33 @@ from hicache_actors.checks import (
     optional_text,
     positive,
     text,
-    whole,
 )
 from hicache_actors.errors import ConfigError
+from hicache_actors.storage_config import PrefetchPolicy, StorageConfig
+
+__all__ = [
+    "LAYOUTS",
+    "Config",
+    "Deadlines",
+    "DeviceConfig",
+    "Eviction",
+    "HostConfig",
+    "HostLayout",
+    "ModelFacts",
+    "PrefetchPolicy",
+    "ShapeConfig",
+    "StorageConfig",
+    "WritePolicy",
+]
 
 WritePolicy: TypeAlias = Literal["write_through"]
 Eviction: TypeAlias = Literal["lru"]
-PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 HostLayout: TypeAlias = Literal["page_first_direct", "page_first"]
-Verify: TypeAlias = Literal["always"]
 
 WRITE_POLICIES: Final = ("write_through",)
 EVICTIONS: Final = ("lru",)
-PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 LAYOUTS: Final = ("page_first_direct", "page_first")
 HEADER_SIZES: Final = (4096, 0)
-VERIFY_MODES: Final = ("always",)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,126 +150,6 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
             not_negative("host.reserve_gb", self.reserve_gb, "1e9 bytes")
         choice("host.layout", self.layout, LAYOUTS)
         choice("host.header_bytes", self.header_bytes, HEADER_SIZES, fix="keep 4096, or 0 without storage")
-
-
-class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """L3: a backend behind a URL, and when to read it."""
-
-    url: str | None = None
-    """Where pages are stored: 'memory://name', 'file:///folder', or a scheme that a plug-in registers.  Default: no
-    storage."""
-
-    prefetch_threshold_tokens: int = 256
-    """A shorter missing span is not looked up in storage.  Default: 256 tokens."""
-
-    prefetch_policy: PrefetchPolicy = "timeout"
-    """When a fetch ends early.  'best_effort': as soon as the request could run.  'wait_complete': never.  'timeout':
-    after the time below.  What has arrived counts.  Default: 'timeout'."""
-
-    prefetch_timeout_base_s: float = 1.0
-    """Constant part of the timeout, from submission.  Default: 1 s."""
-
-    prefetch_timeout_per_ki_token_s: float = 0.25
-    """Part of the timeout per 1,024 tokens asked for.  Default: 0.25 s."""
-
-    prefetch_timeout_max_s: float = 30.0
-    """The timeout is never longer.  Default: 30 s."""
-
-    read_concurrency: int = 4
-    """Batches read at once.  Default: 4."""
-
-    write_concurrency: int = 2
-    """Batches written at once; while reads wait for their turn, one.  Default: 2."""
-
-    read_in_flight_bytes: int = 256 * 2**20
-    """Bytes that reads may have under way; more wait, by request priority, then age.  Default: 256 MiB."""
-
-    write_in_flight_bytes: int = 128 * 2**20
-    """Bytes that writes may have under way, and as many waiting; beyond that they are shed.  Default: 128 MiB."""
-
-    query_timeout_s: float = 2.0
-    """How long a lookup may take at the store.  A call that takes longer is hung: nobody waits for it any more, the
-    memory that it touches is held until it returns.  Default: 2 s."""
-
-    read_timeout_s: float = 5.0
-    """How long the read of a batch may take at the store.  Default: 5 s."""
-
-    write_timeout_s: float = 10.0
-    """How long the write of a batch may take at the store.  Default: 10 s."""
-
-    max_hung_calls: int = 4
-    """Hung calls of one direction (lookups, reads, writes); with so many it refuses at once, until one returns.
-    Default: 4."""
-
-    shed_latency_s: float = 2.0
-    """While the reads of a batch take longer than this on average, nothing is written.  Default: 2 s."""
-
-    breaker_failures: int = 2
-    """Failures or timeouts of one direction in a row after which it is not asked any more, for a time.  Default: 2."""
-
-    breaker_delay_s: float = 1.0
-    """After this time one call tries whether the store is back; doubled each time that it is not.  Default: 1 s."""
-
-    breaker_max_delay_s: float = 30.0
-    """That time is never longer.  Default: 30 s."""
-
-    verify: Verify = "always"
-    """'always': each page that was read is compared with the checksum in its header before it can be used.  Default:
-    'always'."""
-
-    def __post_init__(self) -> None:
-        if self.url is not None:
-            text("storage.url", self.url, fix="use e.g. 'memory://demo' or 'file:///var/cache/kv'")
-            scheme, separator, _ = self.url.partition("://")
-            if not separator or not scheme:
-                raise ConfigError(
-                    "storage.url",
-                    self.url,
-                    "not a URL: it has no scheme",
-                    allowed="scheme://rest, e.g. 'memory://demo', 'file:///var/cache/kv'",
-                    fix=f"for a folder write 'file://{os.path.abspath(self.url)}'",
-                )
-        whole("storage.prefetch_threshold_tokens", self.prefetch_threshold_tokens, "tokens", least=0)
-        choice("storage.prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
-        not_negative("storage.prefetch_timeout_base_s", self.prefetch_timeout_base_s, "seconds")
-        not_negative("storage.prefetch_timeout_per_ki_token_s", self.prefetch_timeout_per_ki_token_s, "seconds")
-        positive("storage.prefetch_timeout_max_s", self.prefetch_timeout_max_s, "seconds")
-        if self.prefetch_timeout_max_s < self.prefetch_timeout_base_s:
-            raise ConfigError(
-                "storage.prefetch_timeout_max_s",
-                self.prefetch_timeout_max_s,
-                f"shorter than prefetch_timeout_base_s = {self.prefetch_timeout_base_s!r}",
-                allowed="prefetch_timeout_base_s or more, in seconds",
-                fix="raise the maximum or lower the base",
-            )
-        count("storage.read_concurrency", self.read_concurrency, "batches")
-        count("storage.write_concurrency", self.write_concurrency, "batches")
-        self._check_limits()
-        choice("storage.verify", self.verify, VERIFY_MODES)
-
-    def _check_limits(self) -> None:
-        for name in ("read_in_flight_bytes", "write_in_flight_bytes"):
-            count(f"storage.{name}", getattr(self, name), "bytes")
-        for name in ("query_timeout_s", "read_timeout_s", "write_timeout_s", "shed_latency_s", "breaker_delay_s"):
-            positive(f"storage.{name}", getattr(self, name), "seconds")
-        count("storage.max_hung_calls", self.max_hung_calls, "calls")
-        count("storage.breaker_failures", self.breaker_failures, "failures")
-        positive("storage.breaker_max_delay_s", self.breaker_max_delay_s, "seconds")
-        if self.breaker_max_delay_s < self.breaker_delay_s:
-            raise ConfigError(
-                "storage.breaker_max_delay_s",
-                self.breaker_max_delay_s,
-                f"shorter than breaker_delay_s = {self.breaker_delay_s!r}",
-                allowed="breaker_delay_s or more, in seconds",
-                fix="raise the maximum or lower the delay",
-            )
-
-    def prefetch_timeout_s(self, n_tokens: int) -> float | None:
-        """How long a fetch of ``n_tokens`` may take from its submission; None: the policy sets no time."""
-        if self.prefetch_policy != "timeout":
-            return None
-        wanted_s = self.prefetch_timeout_base_s + self.prefetch_timeout_per_ki_token_s * n_tokens / 1024
-        return min(wanted_s, self.prefetch_timeout_max_s)
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from hicache_actors.config import StorageConfig
 from hicache_actors.errors import BackendError, StoppedError
-from hicache_actors.tiers.storage.breaker import Breaker, BreakerState
 from hicache_actors.tiers.storage.call import Call
-from hicache_actors.tiers.storage.lane import Lane
+from hicache_actors.tiers.storage.lanes import make_lanes
 from hicache_actors.tiers.storage.latency import Latency
 from hicache_actors.tiers.storage.threads import direction_of_call
-from hicache_actors.tiers.storage.words import (
-    DIRECTIONS,
-    CallBegun,
-    CallFailed,
-    CallRefused,
-    Counted,
-    Direction,
-    Refusal,
-)
+from hicache_actors.tiers.storage.words import CallBegun, CallFailed, CallRefused, Direction, Note, Refusal
 
 T = TypeVar("T")
 R = TypeVar("R")
-Note: TypeAlias = Callable[[CallBegun | CallFailed | CallRefused | Counted], None]
-
 _UNJUDGED: Final = "quarantine"  #: a store that cannot put an object away may serve all the same
 
 
@@ -51,26 +40,7 @@ class Calls:
             "read": config.read_timeout_s,
             "write": config.write_timeout_s,
         }
-        breakers = {direction: self._breaker(config, direction) for direction in DIRECTIONS}
-
-        def lane(direction: Direction, concurrency: int, limit_bytes: int | None, **hooks: Callable[[], Any]) -> Lane:
-            return Lane(
-                concurrency=concurrency,
-                limit_bytes=limit_bytes,
-                max_hung=config.max_hung_calls,
-                breaker=breakers[direction],
-                refused=lambda reason: self._note(CallRefused(direction, reason)),
-                **hooks,
-            )
-
-        writes = lane(
-            "write", config.write_concurrency, config.write_in_flight_bytes, yields=lambda: self.lanes["read"].waiting
-        )
-        self.lanes: dict[Direction, Lane] = {
-            "query": lane("query", config.read_concurrency, None),
-            "read": lane("read", config.read_concurrency, config.read_in_flight_bytes, moved=writes.pump),
-            "write": writes,
-        }
+        self.lanes = make_lanes(config, note, log)
 
     def start(
         self,
@@ -121,20 +91,6 @@ class Calls:
         return len(left)
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _breaker(self, config: StorageConfig, direction: Direction) -> Breaker:
-        def changed(old: BreakerState, new: BreakerState) -> None:
-            log = self._log.warning if (old, new) == ("closed", "open") else self._log.info
-            log(f"breaker_{new}", direction=direction, before=old, error=breaker.last_error)
-
-        breaker = Breaker(
-            failures=config.breaker_failures,
-            delay_s=config.breaker_delay_s,
-            max_delay_s=config.breaker_max_delay_s,
-            now_s=self._loop.time(),
-            changed=changed,
-        )
-        return breaker
 
     def _refusal(self, direction: Direction) -> Refusal | None:
         if self.cut:

@@ -19,10 +19,10 @@ from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.runtime import Workers
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage.call import Call
-from hicache_actors.tiers.storage.calls import Calls, Note
+from hicache_actors.tiers.storage.calls import Calls
 from hicache_actors.tiers.storage.flights import Flights
 from hicache_actors.tiers.storage.threads import StoreThreads
-from hicache_actors.tiers.storage.words import CallBegun, Counted
+from hicache_actors.tiers.storage.words import CallBegun, Counted, Note
 
 
 class Source(msgspec.Struct, frozen=True):

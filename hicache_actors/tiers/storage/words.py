@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -43,6 +43,10 @@ class Counted(Control, frozen=True):
 
     what: Literal["read_pages", "written_pages", "present_pages", "joined_pages", "corrupt_pages", "foreign_pages"]
     pages: int
+
+
+Note: TypeAlias = Callable[[CallBegun | CallFailed | CallRefused | Counted], None]
+"""Where calls are counted."""
 
 
 class LaneSnapshot(msgspec.Struct, frozen=True):
