@@ -59,7 +59,7 @@ class Soak:
             if number % SAMPLE_EVERY == 0:
                 self._sample()
             kind = self._reset if number % 2_500 == 2_499 else self._random.choice(chosen)
-            await kind(f"request-{number}")
+            await kind(f"soak-{number}")
             self.done[kind.__name__] += 1
 
     def _sample(self) -> None:
