@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import anyio
 import msgspec
 
-from hicache_actors.assembly import DriverKind, Parts, build
+from hicache_actors.assembly import DriverKind, Parts, plan
 from hicache_actors.backends.backend import Backend
 from hicache_actors.blocks_api import BlockVerbs
 from hicache_actors.config import Config
@@ -27,7 +27,7 @@ from hicache_actors.core.config import SlotOwner
 from hicache_actors.core.news import StepNews
 from hicache_actors.core.words import Match, Slots
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError, UsageError
+from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError
 from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
@@ -38,6 +38,10 @@ from hicache_actors.pipelines.flows import FlowSnapshot
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
+from hicache_actors.ranks.group import RankGroup
+from hicache_actors.ranks.intents import AnyTold, AskDrained, AskStored, Reset, TakeBack
+from hicache_actors.ranks.transport import Transport
+from hicache_actors.ranks_api import RankVerbs
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
 from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
 from hicache_actors.storage_switch import StorageSwitch, source_of
@@ -49,7 +53,6 @@ T = TypeVar("T")
 State: TypeAlias = Literal["open", "degraded", "disabled", "closing", "closed"]
 
 _LAST_STEP_S: Final = 0.25  #: after a deadline: for the step that takes the waiter out
-_IDLE_STEP_S: Final = 0.005  #: between the steps that a closing cache makes by itself
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -82,7 +85,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     shadow: ShadowSnapshot | None
 
 
-class HiCache(BlockVerbs):
+class HiCache(BlockVerbs, RankVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -90,7 +93,8 @@ class HiCache(BlockVerbs):
         self._closing = self._closed = False
         self._undecided: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
         self._switch = StorageSwitch(parts.storage_tier, self._decided, parts.config.close_timeout_s)
-        self._rids = itertools.count(1)
+        self._rids, self._asks = itertools.count(1), itertools.count(1)
+        RankVerbs.__init__(self)
 
     @staticmethod
     @asynccontextmanager
@@ -102,6 +106,8 @@ class HiCache(BlockVerbs):
         driver: DriverKind = "auto",
         device: Device | None = None,
         backend: Backend | None = None,
+        ranks: RankGroup | None = None,
+        transport: Transport | None = None,
     ) -> AsyncIterator[HiCache]:
         """A cache on the running loop, closed when the block ends.
 
@@ -109,12 +115,17 @@ class HiCache(BlockVerbs):
         ``slots``: "owned" (the cache hands out device pages by `lease`) or "engine" (the engine owns its blocks and uses the verbs
         of `BlockVerbs`; needs ``driver="step"``).
         ``driver``: "auto" (every call decides at once, on the loop) or "step" (an engine thread calls `begin_step`/`end_step`).
-        ``device``, ``backend``: objects to use in place of those that the tensors and ``config.storage.url`` name.
+        ``ranks``: where this process stands among the ranks of its engine; they all open the cache, with equal settings, and it
+        serves what fits on the smallest of them (see `RankVerbs`; needs ``driver="step"``).
+        ``device``, ``backend``, ``transport``: objects to use in place of those that the tensors, ``config.storage.url`` and
+        ``ranks`` name.
 
-        Raises `ConfigError` before anything is started, and `BackendError` if the store cannot be opened.  A bug inside that
+        Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs), `PeerError` if
+        not all ranks come, and `BackendError` if the store cannot be opened.  A bug inside that
         degraded the cache meanwhile is raised when the block ends, unless the block itself raised.
         """
-        parts = build(config, kv, slots=slots, driver=driver, device=device, backend=backend)
+        planned = plan(config, kv, slots=slots, driver=driver, device=device, backend=backend, group=ranks)
+        parts = await planned.build(ranks, transport)
         cache = HiCache(parts)
         try:
             await parts.start()
@@ -190,10 +201,7 @@ class HiCache(BlockVerbs):
     async def begin_step_async(self, timeout_s: float = 5.0) -> StepNews:
         """`begin_step` for an engine that runs on the loop: never blocks it."""
         self._check_open()
-        driver = self._step_driver()
-        if (pace_s := driver.pace_s) > 0:
-            await anyio.sleep(pace_s)
-        driver.begin_step(timeout_s, pace=False)
+        await self._begin_step(timeout_s)
         return self.core.news
 
     def end_step(self) -> None:
@@ -223,18 +231,30 @@ class HiCache(BlockVerbs):
             Core.cancel_waiter,
             deadline_s,
             unheard=lambda: (0, "pending"),
+            told=lambda number: AskStored(number, prompt),
         )
 
-    async def drain(self, deadline_s: float) -> int:
-        """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten."""
+    async def drain(self, deadline_s: float, *, stepping: bool = False) -> int:
+        """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten.
+
+        ``stepping``: the engine has stopped making steps, so they are made here; with ranks, all of them call it.
+        """
+        if stepping:
+            self._check_open()
+            return await self._drain_in_own_steps(deadline_s)
         return await self._ask(
-            Core.drained, int, Core.cancel_waiter, deadline_s, unheard=lambda: self.core.unsaved_pages
+            Core.drained,
+            int,
+            Core.cancel_waiter,
+            deadline_s,
+            unheard=lambda: self.core.unsaved_pages,
+            told=AskDrained,
         )
 
     async def reset(self) -> None:
         """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
         self._check_open()
-        await self._decided(Core.reset)
+        await self._decided(Core.reset, Reset())
 
     async def attach_storage(self, store: str | Backend, *, deadline_s: float = 10.0) -> None:
         """Use ``store`` (a URL, or a backend that is not open yet) from here on, instead of what is used now, if anything is.
@@ -246,6 +266,7 @@ class HiCache(BlockVerbs):
         nothing has changed.
         """
         self._check_open()
+        self._check_one_rank("attach_storage")
         if self._parts.disabled is not None:
             self._parts.log.warning("storage_not_attached", disabled_by=self._parts.disabled)
             return
@@ -258,6 +279,7 @@ class HiCache(BlockVerbs):
         hang all the same: the host memory that they may touch stays theirs until they return.  0 without a storage.
         """
         self._check_open()
+        self._check_one_rank("detach_storage")
         return await self._switch.detach(deadline_s)
 
     # -- observation ---------------------------------------------------------------------------------------------------
@@ -337,19 +359,14 @@ class HiCache(BlockVerbs):
         if self._closing:
             raise StoppedError("the cache is closed")
 
-    def _step_driver(self) -> StepDriver:
-        if not isinstance(self.driver, StepDriver):
-            raise UsageError('this cache decides by itself; steps need HiCache.open(..., driver="step")')
-        return self.driver
-
-    def _decide(self, intent: Callable[[Core], object]) -> None:
-        """Run a decision: at once with driver="auto", else in the next step.  It must not raise."""
+    def _decide(self, intent: Callable[[Core], object], told: AnyTold | None) -> None:
+        """Run a decision: at once with driver="auto", else in the next step, on all ranks.  It must not raise."""
         if isinstance(self.driver, StepDriver):
-            self.driver.post(intent)
+            self.driver.post(intent, told)
         else:
             self.driver.defer(intent)
 
-    def _decision(self, decision: Callable[[Core], T]) -> asyncio.Future[T]:
+    def _decision(self, decision: Callable[[Core], T], told: AnyTold | None) -> asyncio.Future[T]:
         """`_decide` -> a future of what comes of it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -365,12 +382,12 @@ class HiCache(BlockVerbs):
                 loop.call_soon_threadsafe(_resolve, future, value)
 
         self._undecided.add(future)
-        self._decide(decide)
+        self._decide(decide, told)
         return future
 
-    async def _decided(self, decision: Callable[[Core], T]) -> T:
+    async def _decided(self, decision: Callable[[Core], T], told: AnyTold | None = None) -> T:
         """`_decide`, and wait for what came of it."""
-        return await self._decision(decision)
+        return await self._decision(decision, told)
 
     async def _ask(
         self,
@@ -380,12 +397,14 @@ class HiCache(BlockVerbs):
         deadline_s: float | None = None,
         give_back: Callable[[T], None] | None = None,
         unheard: Callable[[], Any] = lambda: None,
+        *,
+        told: Callable[[int], AnyTold],
     ) -> T:
         """Put a waiter into Core and wait for its answer, or take it out again: however this ends, it is not left behind.
 
         ``answer`` makes the result of what Core says, on the loop, before anything later reaches it; after ``deadline_s`` that is
         what ``cancel`` returns, or ``unheard`` if no step comes.  A result that its caller does not live to see goes to
-        ``give_back``.
+        ``give_back``.  ``told`` makes the message for the other ranks, of the ask's number.
         """
         self._check_open()
         loop = asyncio.get_running_loop()
@@ -409,13 +428,15 @@ class HiCache(BlockVerbs):
             self.pipelines.leave(waiter)
             return cancel(core, waiter)
 
+        number = next(self._asks)
+        back = TakeBack(number, cancel is not Core.cancel_waiter)
         self._undecided.add(future)
-        self._decide(put)
+        self._decide(put, told(number))
         try:
             await asyncio.wait({future}, timeout=deadline_s)
             if future.done():
                 return future.result()
-            late = self._decision(take_out)
+            late = self._decision(take_out, back)
             await asyncio.wait({late}, timeout=_LAST_STEP_S)
             if future.done():  # the answer was on its way
                 return future.result()
@@ -424,7 +445,7 @@ class HiCache(BlockVerbs):
             if give_back is not None and future.done() and future.exception() is None:
                 give_back(future.result())
             else:
-                self._decide(take_out)
+                self._decide(take_out, back)
             raise
 
     async def _close(self) -> None:
@@ -435,11 +456,13 @@ class HiCache(BlockVerbs):
         pipelines = self._parts.pipelines
         self._stop_waiting()
         pipelines.stop_prefetches()
-        with anyio.move_on_after(self._parts.config.close_timeout_s):
+        limit_s = self._parts.config.close_timeout_s
+        with anyio.move_on_after(limit_s + 2 * self._patience_s):
             if isinstance(self.driver, StepDriver):
-                await self._step_until_idle(self.driver)
+                await self._step_until_idle(limit_s)
             else:
-                await pipelines.idle()
+                with anyio.move_on_after(limit_s):
+                    await pipelines.idle()
         await self._switch.close(self._parts.config.close_timeout_s)
         await self._parts.stop()
         self._closed = True
@@ -450,16 +473,6 @@ class HiCache(BlockVerbs):
         self.pipelines.stop_waiting()
         for future in list(self._undecided):
             _fail(future, StoppedError("the cache has been closed"))
-
-    async def _step_until_idle(self, driver: StepDriver) -> None:
-        """The engine has stopped stepping: what it left open is brought to its end here."""
-        if driver.step_open:
-            self._parts.log.warning("closed_inside_a_step")
-            return
-        while driver.needs_step:
-            driver.begin_step(0.0, pace=False)
-            driver.end_step()
-            await anyio.sleep(_IDLE_STEP_S)
 
 
 class _Acquire:
@@ -474,7 +487,8 @@ class _Acquire:
             lambda core: self._admission.ask(core, self._deadline_s),
             self._admission.answer,
             self._admission.cancel,
-            give_back=lambda lease: lease.release(),
+            give_back=Lease.hand_back,
+            told=lambda number: self._admission.told(number, self._deadline_s),
         )
         return self._lease
 
@@ -482,7 +496,7 @@ class _Acquire:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lease is not None:
-            self._lease.release()
+            self._lease.hand_back()
 
 
 def _refused(core: Core, error: Exception) -> bool:

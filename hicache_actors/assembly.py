@@ -1,22 +1,25 @@
 """From a configuration to the parts of an open cache, and back.
 
-`build` refuses what cannot be honoured before anything has been started; `Parts.start` starts actors in the order of the data
-(host, device, storage); `Parts.stop` undoes it in reverse, each stage within its deadline.
+`plan` refuses what cannot be honoured before anything has been started; `Plan.build` meets the other ranks; `Parts.start` starts
+actors in the order of the data (host, device, storage); `Parts.stop` undoes it in reverse, each stage within its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.config import SlotOwner
+from hicache_actors.core.words import Effect, Wake
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import ConfigError, TransferError
+from hicache_actors.errors import ConfigError, PeerError, TransferError
 from hicache_actors.memory.budget import host_budget
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
@@ -25,7 +28,11 @@ from hicache_actors.memory.report import SizingReport, sizing_report, storage_fa
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver
+from hicache_actors.rank_facts import check_ranks, facts_of
+from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver, exchange_alone
+from hicache_actors.ranks.group import RankGroup
+from hicache_actors.ranks.link import RankLink, join
+from hicache_actors.ranks.transport import Transport
 from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
 from hicache_actors.shadow_mode import Shadow
 from hicache_actors.storage_switch import source_of
@@ -38,7 +45,7 @@ DriverKind = Literal["auto", "step"]
 
 
 class Parts:
-    """Everything inside one open cache.  Made by `build`, on the loop that it will live on."""
+    """Everything inside one open cache.  Made by `Plan.build`, on the loop that it will live on."""
 
     def __init__(
         self,
@@ -51,11 +58,18 @@ class Parts:
         driver: DriverKind,
         report: SizingReport,
         disabled: str | None,
+        link: RankLink | None = None,
+        group: RankGroup | None = None,
     ) -> None:
+        self.link, self.group = link, group
+        self.on_wake: Callable[[Wake], None] | None = None  #: owner thread, before the waiter is told
         self.config, self.kv, self.memory, self.device = config, kv, memory, device
         self.report, self.disabled = report, disabled
         self.log = bind_log(part="cache")
-        self.core = Core(_core_config(config, kv, memory, slots, storage=source is not None, enabled=disabled is None))
+        core_config = _core_config(config, kv, memory, slots, storage=source is not None, enabled=disabled is None)
+        if link is not None:
+            core_config = msgspec.structs.replace(core_config, **link.sizes)
+        self.core = Core(core_config)
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
@@ -73,6 +87,7 @@ class Parts:
             deadlines=config.deadlines,
             storage_config=config.storage,
             page_size=config.page_size,
+            writes=group is None or group.writes(replicated=kv.shape.kv == 1),
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)
@@ -104,6 +119,8 @@ class Parts:
         if waiting := await self.pipelines.stop_draining():
             self.log.warning("closed_before_events", drains=waiting)
         self.driver.close()
+        if self.link is not None:
+            self.link.close()
         self.memory.close(keep_mapped=bool(left))
         if left:
             self.log.error("closed_with_work_left", left=left, memory="kept mapped until the process ends")
@@ -131,7 +148,18 @@ class Parts:
                 loop.call_soon_threadsafe(callback)
 
         if kind == "step":
-            return StepDriver(self.core, self.board, clock_ms, self.pipelines.execute, on_failure=self._core_failed)
+            link = self.link
+            return StepDriver(
+                self.core,
+                self.board,
+                clock_ms,
+                self._execute,
+                exchange_alone if link is None else link.sync.exchange,
+                lag=1 if self.group is None else self.group.lag,
+                on_failure=self._core_failed,
+                intake=None if link is None else link.intake,
+                explain=None if link is None else lambda: link.explain(self.core),
+            )
         return AutoDriver(
             self.core,
             self.board,
@@ -141,6 +169,15 @@ class Parts:
             lambda delay_s, callback: loop.call_later(delay_s, callback).cancel,
             on_failure=self._core_failed,
         )
+
+    def _execute(self, effects: list[Effect]) -> None:
+        if self.link is not None:
+            for effect in effects:
+                if isinstance(effect, Wake):
+                    self.link.intake.woken(effect.waiter)
+                    if self.on_wake is not None:
+                        self.on_wake(effect)
+        self.pipelines.execute(effects)
 
     def _system_failed(self, error: BaseException) -> None:
         """A bug inside: open work answers 0, and the cache degrades in the apply that learns of it."""
@@ -152,11 +189,41 @@ class Parts:
         self.driver.fail(TransferError(f"device {self.device.name} is lost: {error}"))
 
     def _core_failed(self, error: BaseException) -> None:
+        if self.link is not None and isinstance(error, PeerError):
+            self.link.sync.lose(error)
         if error is not self.system.failed:
             self.log.error("cache_degraded", rings=self.system.describe_rings(), exc_info=error)
 
 
-def build(
+class Plan(NamedTuple):
+    """Parts that fit together, and memory; nothing runs yet."""
+
+    config: Config
+    kv: KVTensors
+    memory: HostMemory
+    device: Device
+    source: Source | None
+    slots: SlotOwner
+    driver: DriverKind
+    report: SizingReport
+    disabled: str | None
+
+    async def build(self, group: RankGroup | None, transport: Transport | None) -> Parts:
+        """Meet the other ranks, if there are any, and make the parts.  Raises `ConfigError` and `PeerError`."""
+        link = None
+        if group is not None and group.size > 1:
+            enabled = self.disabled is None
+            facts = facts_of(self.config, self.kv.shape, self.slots, storage=self.source is not None, enabled=enabled)
+            sizes = {"device_pages": self.kv.pages, "host_pages": self.memory.slots if enabled else 0}
+            try:
+                link = await join(group, sizes, facts, transport)
+            except BaseException:
+                self.memory.close()
+                raise
+        return Parts(*self, link, group)
+
+
+def plan(
     config: Config,
     kv: KVTensors | None,
     *,
@@ -164,7 +231,8 @@ def build(
     driver: DriverKind,
     device: Device | None,
     backend: Backend | None,
-) -> Parts:
+    group: RankGroup | None = None,
+) -> Plan:
     """Raises `ConfigError` for parts that do not fit together."""
     if driver not in ("auto", "step"):
         raise ConfigError(
@@ -175,6 +243,8 @@ def build(
             fix="'auto' for requests on the loop, 'step' for an engine that makes steps",
         )
     _check_owner(config, slots, driver)
+    if group is not None and group.size > 1:
+        check_ranks(config, group, steps=driver == "step")
     if backend is not None and config.storage.url is not None:
         raise ConfigError(
             "storage.url", config.storage.url, "a backend was given as well", fix="leave the URL out, or the backend"
@@ -186,9 +256,9 @@ def build(
     if disabled is not None:
         report = sizing_report(config, tensors.shape, device_pages=tensors.pages)
         memory, chosen = HostMemory(layout, 1), device or open_device(str(tensors.device))
-        return Parts(config, tensors, memory, chosen, None, slots, driver, report, disabled)
+        return Plan(config, tensors, memory, chosen, None, slots, driver, report, disabled)
     store = config.storage.url if backend is None else backend
-    source = None if store is None else source_of(config, tensors.shape, store)  # refused before memory is taken
+    source = None if store is None else source_of(config, tensors.shape, store, group)  # refused before memory is taken
     budget = host_budget(
         layout,
         tensors.pages,
@@ -208,7 +278,7 @@ def build(
     )
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
-    return Parts(config, tensors, memory, chosen, source, slots, driver, report, disabled)
+    return Plan(config, tensors, memory, chosen, source, slots, driver, report, disabled)
 
 
 def _check_owner(config: Config, slots: SlotOwner, driver: DriverKind) -> None:

@@ -15,6 +15,7 @@ from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.device import Event
 from hicache_actors.handles import BlockLoad, Inside, check_rid
 from hicache_actors.keys.prompt import Prompt
+from hicache_actors.ranks.intents import Finish
 from hicache_actors.transfer.completions import check_event
 
 
@@ -97,4 +98,4 @@ class BlockVerbs:
         if self.driver.owned_here:
             self.driver.defer(finish)
         else:
-            self.driver.post(finish)
+            self.driver.post(finish, Finish(rid, after is not None))

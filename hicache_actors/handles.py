@@ -22,6 +22,7 @@ from hicache_actors.observer import CommitEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver
+from hicache_actors.ranks.intents import AskAcquire, Release, StopPrefetch
 from hicache_actors.runtime import Workers
 from hicache_actors.transfer.completions import Completion, check_event
 
@@ -45,6 +46,8 @@ class Inside(Protocol):
     def forward_workers(self) -> Workers: ...
 
     def open_job(self, job: int) -> OpenJob: ...
+
+    def handle_of(self, core_lease: CoreLease, prompt: Prompt) -> Lease: ...
 
 
 class _Loads:
@@ -241,7 +244,19 @@ class Lease:
         step it is queued for the next one.
 
         With ``after``, or after a commit with an event or a hold, the slots are kept until those have fired.
+
+        With ranks it is a call that all of them make, on the thread that makes the steps; on another thread it is the leader's.
         """
+        self._release(after)
+
+    def hand_back(self) -> None:
+        """`release` by a frontend: with ranks it travels to all of them, whatever thread this is."""
+        if self._inside.driver.has_ranks:
+            self._release(None, by_frontend=True)
+        else:
+            self.release()
+
+    def _release(self, after: Event | None, *, by_frontend: bool = False) -> None:
         if self._released:
             return
         if after is not None:
@@ -253,10 +268,10 @@ class Lease:
             core.release(lease, after)
 
         driver = self._inside.driver
-        if driver.owned_here:
+        if driver.owned_here and not by_frontend:
             driver.defer(give_back)
         else:
-            driver.post(give_back)
+            driver.post(give_back, Release(lease.rid, lease.number, after is not None))
 
     def hold(self, until: Future[Any]) -> None:
         """Keep the slots of this lease until ``until`` is done, also after `release`: for the engine's own threads."""
@@ -299,8 +314,12 @@ class Admission:
         """Later, with what can be had -> a waiter whose answer goes to `answer`.  In a section."""
         return core.acquire(self.prompt, self.rid, deadline_s, self.priority)
 
+    def told(self, number: int, deadline_s: float | None) -> AskAcquire:
+        """`ask`, for the other ranks."""
+        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority)
+
     def answer(self, core_lease: CoreLease) -> Lease:
-        return Lease(self.inside, core_lease, self.prompt)
+        return self.inside.handle_of(core_lease, self.prompt)
 
     def cancel(self, core: Core, waiter: int) -> None:
         """The caller has gone.  In a section; idempotent."""
@@ -331,7 +350,10 @@ class Prefetch:
         return 0 if self._job is None else self._job.arrived_pages * self._inside.core.page_size
 
     def stop(self) -> None:
-        """Drop this request's interest; the fetch stops when nobody is left.  What has arrived counts.  Owner thread."""
+        """Drop this request's interest; the fetch stops when nobody is left.  What has arrived counts.
+
+        Any thread; with ranks as `Lease.release`.
+        """
         if self._job is None or self._stopped or self.settled:
             return
         self._stopped = True
@@ -340,7 +362,10 @@ class Prefetch:
         def stop(core: Core) -> None:
             core.stop_prefetch(job, rid)
 
-        self._inside.driver.defer(stop)
+        if self._inside.driver.owned_here:
+            self._inside.driver.defer(stop)
+        else:
+            self._inside.driver.post(stop, StopPrefetch(job, rid))
 
     async def wait(self) -> int:
         """Wait until the result is agreed -> agreed tokens.  On the loop."""

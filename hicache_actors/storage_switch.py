@@ -20,9 +20,10 @@ from hicache_actors.backends.registry import open_backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core
 from hicache_actors.errors import BackendError
-from hicache_actors.keys.namespace import Namespace
+from hicache_actors.keys.namespace import SINGLE_RANK, Namespace
 from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.memory.shapes import KVShape
+from hicache_actors.ranks.group import RankGroup
 from hicache_actors.tiers.storage import Direction, Source, StorageTier, Store, StoreThreads
 
 T = TypeVar("T")
@@ -31,12 +32,14 @@ Decide: TypeAlias = Callable[[Callable[[Core], None]], Awaitable[None]]
 _THREADS_A_CALL: Final = 2  #: that a backend may use for the batch of one call
 
 
-def source_of(config: Config, shape: KVShape, store: str | Backend) -> Source:
-    """A store by its URL or its backend, fit for this cache.  Raises `ConfigError`; nothing is opened."""
+def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankGroup | None = None) -> Source:
+    """A store by its URL or its backend, fit for this cache and its rank.  Raises `ConfigError`; nothing is opened."""
     url = store if isinstance(store, str) else config.storage.url
     limits = msgspec.structs.replace(config.storage, url=url)
     config = msgspec.structs.replace(config, storage=limits)
     config.check_storage()
+    replicated = shape.kv == 1
+    heads = shape.heads if replicated or group is None else shape.heads * group.tp_size
     keys = SuffixKeys(
         Namespace(
             model_id=config.model.model_id or "",
@@ -44,11 +47,12 @@ def source_of(config: Config, shape: KVShape, store: str | Backend) -> Source:
             dtype=shape.dtype,
             page_size=shape.page_size,
             layout=config.host.layout,
-            total_kv_heads=config.model.total_kv_heads or shape.heads,
+            total_kv_heads=config.model.total_kv_heads or heads,
             head_group=shape.heads,
             layer_partition=shape.layers,
-            replicated=shape.kv == 1,
-        )
+            replicated=replicated,
+        ),
+        SINGLE_RANK if group is None else group.key_rank,
     )
     hung = limits.max_hung_calls
     calls: dict[Direction, int] = {

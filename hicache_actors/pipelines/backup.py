@@ -11,7 +11,7 @@ from __future__ import annotations
 import anyio
 
 from hicache_actors.backends.backend import Stored
-from hicache_actors.core.words import StartBackup
+from hicache_actors.core.words import SLOT_BYTES, StartBackup
 from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
@@ -21,6 +21,9 @@ from hicache_actors.transfer.batch import Batch
 
 
 async def backup(movers: Movers, store: Store, start: StartBackup, job: OpenJob) -> None:
+    if not movers.writes:
+        job.result(len(start.source) // SLOT_BYTES)  # MIN takes the answer of the rank that does
+        return
     begun_s = anyio.current_time()
     save = _Save(movers, store, job, movers.batches(start.source))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):

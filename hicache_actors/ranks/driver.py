@@ -40,6 +40,9 @@ class Replica(Protocol):
     def needs_step(self) -> bool: ...
 
     @property
+    def now_ms(self) -> int: ...
+
+    @property
     def next_due_ms(self) -> int | None: ...
 
     @property
@@ -149,6 +152,11 @@ class Driver(abc.ABC):
     def owned_here(self) -> bool:
         """Whether the calling thread owns Core's decisions (or nobody does yet)."""
         return self._owner is None or threading.get_ident() == self._owner
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether what a frontend wants has to travel to other ranks first."""
+        return False
 
     @property
     def alive(self) -> bool:

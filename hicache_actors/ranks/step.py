@@ -79,6 +79,10 @@ class StepDriver(Driver):
         return self.core.needs_step and not self._peers_lost
 
     @property
+    def has_ranks(self) -> bool:
+        return self._intake is not None and not self._peers_lost
+
+    @property
     def step_open(self) -> bool:
         return self._open
 

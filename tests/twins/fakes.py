@@ -24,6 +24,7 @@ class Applied(NamedTuple):
 class FakeCore:
     def __init__(self) -> None:
         self.needs_step = False
+        self.now_ms = 0
         self.next_due_ms: int | None = None
         self.degraded = False
         self.log_digest = 7

@@ -1,0 +1,49 @@
+"""What an opening cache tells the other ranks about itself, and what only works on one rank."""
+
+from __future__ import annotations
+
+from hicache_actors.config import Config
+from hicache_actors.core.config import SlotOwner
+from hicache_actors.errors import ConfigError
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.ranks.group import RankGroup
+from hicache_actors.ranks.start import Fact
+
+
+def facts_of(config: Config, shape: KVShape, slots: SlotOwner, *, storage: bool, enabled: bool) -> dict[str, Fact]:
+    """Settings that Core decides by, and those that make stored bytes fit together.
+
+    Layers and heads of a rank are its own affair: pipeline stages may differ.
+    """
+    return {
+        "page_size": config.page_size,
+        "write_policy": config.write_policy,
+        "eviction": config.eviction,
+        "slots": slots,
+        "enabled": enabled,
+        "storage.url": storage,
+        "storage.prefetch_threshold_tokens": config.storage.prefetch_threshold_tokens,
+        "storage.prefetch_policy": config.storage.prefetch_policy,
+        "model.model_id": config.model.model_id,
+        "model.weights": config.model.weights,
+        "model.total_kv_heads": config.model.total_kv_heads,
+        "shape.kv": shape.kv,
+        "shape.dtype": shape.dtype,
+        "host.layout": config.host.layout,
+        "host.header_bytes": config.host.header_bytes,
+        "close_timeout_s": config.close_timeout_s,
+    }
+
+
+def check_ranks(config: Config, group: RankGroup, *, steps: bool) -> None:
+    """Raises `ConfigError` for what more than one rank cannot have."""
+    if not steps:
+        raise ConfigError(
+            "driver",
+            "auto",
+            f"{group.size} ranks agree once per step",
+            allowed=("step",),
+            fix="open it with driver='step'",
+        )
+    if config.shadow:
+        raise ConfigError("shadow", True, "works on one rank", allowed="False", fix="switch it off")
