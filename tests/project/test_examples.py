@@ -20,6 +20,7 @@ EXAMPLES: dict[str, tuple[list[str], str]] = {
         ["--sessions", "3", "--turns", "2", "--doc-tokens", "100", "--device-pages", "40", "--threads", "1"],
         "0 passes with other logits",
     ),
+    "two_instances.py": (["--model", "toy", "--doc-tokens", "300"], "OK: both instances read what the other wrote"),
     "step_engine.py": (["--requests", "12"], "reused tokens with wrong bytes: 0"),
 }
 
