@@ -121,6 +121,7 @@ class Parts:
         self.driver.close()
         if self.link is not None:
             self.link.close()
+        self.core.close()
         self.memory.close(keep_mapped=bool(left))
         if left:
             self.log.error("closed_with_work_left", left=left, memory="kept mapped until the process ends")

@@ -392,11 +392,14 @@ class Core:
         state.changed = True
 
     def close(self) -> None:
-        """Free the memory of the tree, whose nodes the garbage collector does not see.  Nothing may be called afterwards."""
-        tree = self.state.tree
-        tree.clear()
-        while tree.has_garbage:
-            tree.cut_garbage()
+        """Forget everything, and free the memory of the tree, whose nodes the garbage collector does not see.
+
+        O(nodes), about 0.6 us each.  As after `degrade`, leases can still be released; effects are dropped.
+        """
+        self.degrade()
+        self.take_effects()
+        while self.state.tree.has_garbage:
+            self.state.tree.cut_garbage()
 
     # -- looking ------------------------------------------------------------------------------------------------------------
 
