@@ -43,8 +43,10 @@ format: $(STAMP) ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time Core and the runtime on this machine
+bench: $(STAMP) ## time decisions, the storage tier (in a temporary folder) and a small serving engine (about 2 minutes)
 	$(BIN)/hicache bench core
+	$(BIN)/hicache bench storage --rounds 3
+	$(BIN)/hicache bench serving --quick
 
 clean: ## remove .venv and everything that is built or cached in this folder
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
