@@ -41,7 +41,7 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The timeout is never longer.  Default: 30 s."""
 
     read_concurrency: int = 4
-    """Batches read at once.  Default: 4."""
+    """Batches read at once, and four times as many lookups.  Default: 4."""
 
     write_concurrency: int = 2
     """Batches written at once; while reads wait for their turn, one.  Default: 2."""
@@ -128,6 +128,11 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
                 allowed="breaker_delay_s or more, in seconds",
                 fix="raise the maximum or lower the delay",
             )
+
+    @property
+    def query_concurrency(self) -> int:
+        """Lookups at once: they move nothing, and wait for the store more than it works on them."""
+        return 4 * self.read_concurrency
 
     def prefetch_timeout_s(self, n_tokens: int) -> float | None:
         """How long a fetch of ``n_tokens`` may take from its submission; None: the policy sets no time."""

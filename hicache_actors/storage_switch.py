@@ -24,12 +24,12 @@ from hicache_actors.keys.namespace import SINGLE_RANK, Namespace
 from hicache_actors.keys.scheme import SuffixKeys
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.ranks.group import RankGroup
-from hicache_actors.tiers.storage import Direction, Source, StorageTier, Store, StoreThreads
+from hicache_actors.tiers.storage import Source, StorageTier, Store, StoreThreads
 
 T = TypeVar("T")
 Decide: TypeAlias = Callable[[Callable[[Core], None]], Awaitable[None]]
 
-_THREADS_A_CALL: Final = 2  #: that a backend may use for the batch of one call
+_THREADS_A_BATCH: Final = 2  #: that a backend may have for one call
 
 
 def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankGroup | None = None) -> Source:
@@ -55,12 +55,13 @@ def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankG
         SINGLE_RANK if group is None else group.key_rank,
     )
     hung = limits.max_hung_calls
-    calls: dict[Direction, int] = {
-        "query": limits.read_concurrency + hung,
-        "read": limits.read_concurrency + hung,
-        "write": limits.write_concurrency + hung,
-    }
-    threads = StoreThreads({direction: _THREADS_A_CALL * most for direction, most in calls.items()})
+    threads = StoreThreads(
+        {
+            "query": limits.query_concurrency + hung,
+            "read": _THREADS_A_BATCH * (limits.read_concurrency + hung),
+            "write": _THREADS_A_BATCH * (limits.write_concurrency + hung),
+        }
+    )
     if isinstance(store, str):
         return Source(store, open_backend(store, threads), keys, threads)
     return Source(type(store).__name__, store, keys, threads)

@@ -30,7 +30,7 @@ def make_lanes(config: StorageConfig, note: Note, log: Any) -> dict[Direction, L
 
     writes = lane("write", config.write_concurrency, config.write_in_flight_bytes, yields=reads_wait)
     reads = lane("read", config.read_concurrency, config.read_in_flight_bytes, moved=writes.pump)
-    return {"query": lane("query", config.read_concurrency, None), "read": reads, "write": writes}
+    return {"query": lane("query", config.query_concurrency, None), "read": reads, "write": writes}
 
 
 def _breaker(config: StorageConfig, direction: Direction, log: Any) -> Breaker:
