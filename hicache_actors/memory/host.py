@@ -37,6 +37,7 @@ class HostMemory:
             raise ConfigError("host.pages", slots, "is not a count", allowed="integers >= 1")
         self.layout = layout
         self.slots = slots
+        self._slot_bytes, self._object_bytes = layout.slot_bytes, layout.object_bytes  # asked for every page that moves
         try:
             mapping = mmap.mmap(-1, slots * layout.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -125,8 +126,8 @@ class HostMemory:
             raise StoppedError("the host memory is closed")
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
-        start = slot * self.layout.slot_bytes
-        return self._bytes[start + skip_bytes : start + self.layout.object_bytes]
+        start = slot * self._slot_bytes
+        return self._bytes[start + skip_bytes : start + self._object_bytes]
 
 
 def _views(
