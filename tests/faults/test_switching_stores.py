@@ -520,6 +520,36 @@ async def test_folders_are_exchanged_while_threads_hang_in_the_old_one(
         assert await request(small, prompt(PAGES)) == wanted
 
 
+async def test_any_thread_may_look_while_stores_come_and_go() -> None:
+    """A scraper does not run on the loop."""
+    seen: list[int] = [0]
+    failures: list[BaseException] = []
+    enough = threading.Event()
+    async with open_small(backend=MemoryBackend()) as small:
+        tier = small.cache.movers.storage
+
+        def look() -> None:
+            try:
+                while not enough.is_set():
+                    usage = tier.usage()
+                    assert usage is not None
+                    seen.append(usage.attached)
+            except BaseException as error:
+                failures.append(error)
+
+        scraper = threading.Thread(target=look)
+        scraper.start()
+        for family in range(20):
+            await request(small, prompt(4, family=family % 5))
+            await small.cache.attach_storage(MemoryBackend())
+        while seen[-1] < 21 and not failures:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        enough.set()
+        await asyncio.to_thread(scraper.join)
+    assert not failures
+    assert seen == sorted(seen)
+
+
 # -- under load --------------------------------------------------------------------------------------------------------
 
 

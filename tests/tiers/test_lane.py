@@ -178,6 +178,7 @@ def test_nothing_is_lost_counted_twice_or_beyond_its_limit(seed: int) -> None:
             assert shown.running_calls == states.count("running") <= 3
             assert shown.hung_calls == states.count("hung") <= 3 + 2
             assert shown.waiting_calls == states.count("waiting")
+            assert shown.hung_bytes == sum(call.nbytes for call in calls if call.state == "hung")
             assert shown.waiting_bytes == sum(call.nbytes for call in calls if call.state == "waiting")
             assert shown.in_flight_bytes == sum(call.nbytes for call in calls if call.state == "running")
             assert shown.running_calls <= 1 or shown.in_flight_bytes <= 100

@@ -39,7 +39,7 @@ class Lane:
         self._queue: list[tuple[int, int, Call[Any]]] = []
         self._running: set[Call[Any]] = set()
         self._hung: set[Call[Any]] = set()
-        self._waiting_bytes = self._in_flight_bytes = 0
+        self._waiting_bytes = self._in_flight_bytes = self._hung_bytes = 0
         self._numbers = 0
 
     @property
@@ -83,6 +83,7 @@ class Lane:
         self._in_flight_bytes -= call.nbytes
         call.state = "hung"
         self._hung.add(call)
+        self._hung_bytes += call.nbytes
         self.pump()
 
     def leave(self, call: Call[Any]) -> None:
@@ -92,6 +93,7 @@ class Lane:
             self._in_flight_bytes -= call.nbytes
         elif call.state == "hung":
             self._hung.discard(call)
+            self._hung_bytes -= call.nbytes
         elif call.state == "waiting":
             self._take_out(call)
         else:
@@ -114,6 +116,7 @@ class Lane:
             call.turn.set_result(False)
 
     def snapshot(self, now_s: float) -> LaneSnapshot:
+        """Any thread."""
         return LaneSnapshot(
             waiting_calls=len(self._queue),
             waiting_bytes=self._waiting_bytes,
@@ -123,7 +126,7 @@ class Lane:
             limit_bytes=self.limit_bytes,
             hung_calls=len(self._hung),
             max_hung_calls=self._max_hung,
-            hung_bytes=sum(call.nbytes for call in self._hung),
+            hung_bytes=self._hung_bytes,
             breaker=self.breaker.snapshot(now_s),
         )
 

@@ -93,10 +93,9 @@ class StorageTier(Actor):
         return () if self.store is None else self.store.threads.snapshots()
 
     def usage(self) -> StorageSnapshot | None:
-        """None if there has never been a store."""
+        """None if there has never been a store.  Any thread."""
         if not self._attached:
             return None
-        self._forget_gone()
         now_s, store = self._clock(), self.store
         detached_calls = sum(len(each.calls.open) for each in self._detached)
         return StorageSnapshot(
