@@ -120,8 +120,9 @@ def test_closing_waits_for_an_event_that_comes_in_time(seed: int | None) -> None
                 computed.finish()
 
             asyncio.get_running_loop().call_later(0.3, compute)
-        usage = small.cache.core.usage()
-        assert not usage.jobs
-        assert usage.stored_pages == PAGES
+        assert not small.cache.core.usage().jobs
+        storage = small.cache.snapshot().storage
+        assert storage is not None
+        assert storage.written_pages == PAGES
 
     run_checked(main, seed)
