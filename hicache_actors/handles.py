@@ -303,8 +303,8 @@ class Lease:
 class Admission:
     """How a request gets its lease."""
 
-    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int) -> None:
-        self.inside, self.prompt, self.rid, self.priority = inside, prompt, rid, priority
+    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int = 0) -> None:
+        self.inside, self.prompt, self.rid, self.priority, self.room = inside, prompt, rid, priority, room
 
     def lease(self, core: Core) -> Lease:
         """At once, with what the device has.  In a section."""
@@ -312,11 +312,11 @@ class Admission:
 
     def ask(self, core: Core, deadline_s: float | None) -> int:
         """Later, with what can be had -> a waiter whose answer goes to `answer`.  In a section."""
-        return core.acquire(self.prompt, self.rid, deadline_s, self.priority)
+        return core.acquire(self.prompt, self.rid, deadline_s, self.priority, self.room)
 
     def told(self, number: int, deadline_s: float | None) -> AskAcquire:
         """`ask`, for the other ranks."""
-        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority)
+        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority, self.room)
 
     def answer(self, core_lease: CoreLease) -> Lease:
         return self.inside.handle_of(core_lease, self.prompt)
@@ -333,16 +333,17 @@ class Prefetch:
         self.rid = rid
         self._inside, self._job = inside, job
         self._stopped = False
+        self._tokens: int | None = None
 
     @property
     def settled(self) -> bool:
         """Whether `agreed_tokens` is final."""
-        return self._job is None or self._job.settled_pages is not None
+        return self._agreed() is not None
 
     @property
     def agreed_tokens(self) -> int:
         """Tokens that came to the host on all ranks; 0 until that is agreed.  Decisions use this."""
-        return 0 if self._job is None else (self._job.settled_pages or 0) * self._inside.core.page_size
+        return self._agreed() or 0
 
     @property
     def arrived_tokens(self) -> int:
@@ -370,8 +371,14 @@ class Prefetch:
     async def wait(self) -> int:
         """Wait until the result is agreed -> agreed tokens.  On the loop."""
         if self._job is not None:
-            await self._job.settled()
+            self._tokens = await self._job.settled() * self._inside.core.page_size
         return self.agreed_tokens
+
+    def _agreed(self) -> int | None:
+        # Core's answer, not that of the job's local half: with ranks that one hears of it at a time of its own.
+        if self._tokens is None:
+            self._tokens = 0 if self._job is None else self._inside.core.prefetch_agreed(self._job.job)
+        return self._tokens
 
 
 def check_rid(rid: str) -> None:

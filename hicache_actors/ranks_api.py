@@ -17,7 +17,7 @@ import anyio
 from hicache_actors.assembly import Parts
 from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Wake
-from hicache_actors.errors import UsageError
+from hicache_actors.errors import PeerError, UsageError
 from hicache_actors.handles import Inside, Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import StepDriver
@@ -55,14 +55,24 @@ class RankVerbs(Inside):
         """All ranks, between two steps, on our own channel: rest until the leader's frontends ask for something, and apply it.
 
         -> False once the leader has waited for ``timeout_s`` (of the other ranks it is ignored).  0 sends what there is.  Blocks;
-        while it does, the leader gives signs of life, so that each rank learns of a dead one.  Raises `PeerError`.
+        while it does, the leader gives signs of life, so that each rank learns of a dead one.
+
+        Raises `PeerError` if a rank is gone: the next step degrades this cache.
         """
-        return self._apply(self._link().receive(timeout_s))
+        try:
+            return self._apply(self._link().receive(timeout_s))
+        except PeerError as error:
+            self._step_driver().lose_peers(error)
+            raise
 
     async def wait_intake_async(self, timeout_s: float | None = None) -> bool:
         """`wait_intake` without blocking the loop.  A caller that is cancelled must not use the channel again."""
         link = self._link()
-        return self._apply(await link.workers.run(link.receive, timeout_s))
+        try:
+            return self._apply(await link.workers.run(link.receive, timeout_s))
+        except PeerError as error:
+            self._step_driver().lose_peers(error)
+            raise
 
     def acquired(self, rid: str) -> Lease | None:
         """The lease that the leader's `acquire` has brought about for ``rid``: for the engine, on every rank.  Owner thread.

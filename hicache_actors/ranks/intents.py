@@ -34,9 +34,10 @@ class AskAcquire(Told, frozen=True):
     rid: str
     deadline_s: float | None
     priority: int
+    room: int = 0
 
     def run(self, core: Core, asked: Asked) -> None:
-        asked[self.number] = core.acquire(self.prompt, self.rid, self.deadline_s, self.priority)
+        asked[self.number] = core.acquire(self.prompt, self.rid, self.deadline_s, self.priority, self.room)
 
 
 class AskStored(Told, frozen=True):
@@ -52,6 +53,26 @@ class AskDrained(Told, frozen=True):
 
     def run(self, core: Core, asked: Asked) -> None:
         asked[self.number] = core.drained()
+
+
+class AskRoom(Told, frozen=True):
+    number: int
+    n_tokens: int
+    deadline_s: float
+
+    def run(self, core: Core, asked: Asked) -> None:
+        asked[self.number] = core.room(self.n_tokens, self.deadline_s)
+
+
+class LeaveRoom(Told, frozen=True):
+    """Who asked for room has gone, or has done with it."""
+
+    number: int
+
+    def run(self, core: Core, asked: Asked) -> None:
+        waiter = asked.pop(self.number, None)
+        if waiter is not None:
+            core.leave_room(waiter)
 
 
 class TakeBack(Told, frozen=True):
@@ -102,7 +123,9 @@ class Reset(Told, frozen=True):
         core.reset()
 
 
-AnyTold: TypeAlias = AskAcquire | AskStored | AskDrained | TakeBack | Release | Finish | StopPrefetch | Reset
+AnyTold: TypeAlias = (
+    AskAcquire | AskStored | AskDrained | AskRoom | LeaveRoom | TakeBack | Release | Finish | StopPrefetch | Reset
+)
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

@@ -203,10 +203,15 @@ class StepDriver(Driver):
             self._break(broken)
 
     def _agreed(self, timeout_s: float) -> Agreed:
-        """The oldest round, once ``lag`` steps old; without one the clock stands still."""
+        """The oldest round, once ``lag`` steps old; without one the clock stands still.
+
+        Without its peers a rank is degraded, and decides alone what has been released: its engine needs the pages back.
+        """
+        if self._peers_lost:
+            return Agreed(0, False, [], self.board.answers(self.core.wire())[1])
         entry = self._under_way.popleft() if len(self._under_way) >= self.lag else None
-        if entry is None or self._peers_lost:
-            return Agreed(0, not self._peers_lost, [], [])
+        if entry is None:
+            return Agreed(0, True, [], [])
         sent, pending = entry
         try:
             return self._vector.decode(sent, pending.result(timeout_s), check_digest=not self.core.degraded)
@@ -215,6 +220,11 @@ class StepDriver(Driver):
             return self._lose_peers(Diverged(f"{exc}{where}"))
         except (PeerError, TimeoutError) as exc:
             return self._lose_peers(exc)
+
+    def lose_peers(self, exc: Exception) -> None:
+        """Owner thread, between two steps: the channel to the other ranks has broken; the next `begin_step` degrades."""
+        if not self._peers_lost:
+            self._lose_peers(exc)
 
     def _with_ranks(self) -> Intake:
         if self._intake is None:

@@ -113,8 +113,13 @@ class Ticket:
         self._until_s = time.monotonic() + sync.deadline_s
 
     def result(self, timeout_s: float) -> Sequence[int]:
-        """The reduced vector; blocks.  A round that is late is lost, and its group with it: raises `PeerError`."""
+        """The reduced vector; blocks.  A round that is late is lost, and its group with it: raises `PeerError`.
+
+        Once the group is lost no result is given any more, not even one that has come.
+        """
         self.ended = True
+        if self._sync.lost is not None:
+            raise self._sync.lost
         left_s = min(timeout_s, self._until_s - time.monotonic())
         return self._sync._ended(self.flight, max(left_s, _LEAST_S))
 

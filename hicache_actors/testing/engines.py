@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import anyio
 import msgspec
@@ -107,12 +107,15 @@ class StepEngine:
     """driver="step": one engine thread, which calls `run`, and one compute thread, its "GPU": two steps are in flight.
 
     The forward of step s runs while step s + 1 is decided, so its pages are committed, and its lease is released, with an event.
+
+    ``lockstep``: for one of several ranks.  A forward that was launched two steps ago is waited for, as the collectives of a real
+    model would have it, so that nothing is decided by how fast this rank is.
     """
 
-    def __init__(self, cache: HiCache, model: ToyModel, *, batch: int = 2) -> None:
+    def __init__(self, cache: HiCache, model: ToyModel, *, batch: int = 2, lockstep: bool = False) -> None:
         self.cache, self.model = cache, model
         self.answers: dict[str, Answer] = {}
-        self._batch = batch
+        self._batch, self._lockstep = batch, lockstep
         self._stream = Workers("toy-gpu", 1)
 
     def run(self, prompts: Sequence[tuple[str, Prompt]], *, deadline_s: float = 5.0) -> dict[str, Answer]:
@@ -123,9 +126,14 @@ class StepEngine:
         launched: list[_Request] = []
         while waiting or running or cache.needs_step:
             cache.begin_step()
+            if self._lockstep:
+                wait(
+                    [request.forward for request in running if request.forward is not None and request not in launched]
+                )
             for request in launched:
                 request.commit()
-            for request in [request for request in running if request.finished]:
+            flying = launched if self._lockstep else ()
+            for request in [request for request in running if request not in flying and request.finished]:
                 running.remove(request)
                 if not self._settle(request):
                     waiting.append(request)

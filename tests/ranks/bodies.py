@@ -1,0 +1,285 @@
+"""What the ranks of the tests do; each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from hicache_actors.api import HiCache
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.backends.wrappers import Slow
+from hicache_actors.core.words import Shortfall
+from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.errors import ConfigError, PeerError, TransferError, UsageError
+from hicache_actors.memory.kv import KVTensors
+from hicache_actors.ranks import StepDriver
+from hicache_actors.ranks.gloo import GlooTransport
+from hicache_actors.ranks.group import RankGroup
+from hicache_actors.ranks.link import join
+from hicache_actors.ranks.start import Fact
+from hicache_actors.ranks.sync import RankSync
+from hicache_actors.ranks.tcp import TcpTransport
+from hicache_actors.ranks.transport import Transport
+from hicache_actors.testing.engines import StepEngine
+from hicache_actors.testing.pools import check_conservation, check_whole
+from hicache_actors.testing.processes import group_of
+from hicache_actors.testing.small import SHAPE, prompt, small_config
+from hicache_actors.testing.toy_model import ToyModel
+
+
+def open_transport(group: RankGroup) -> Transport:
+    return TcpTransport(group) if group.transport == "tcp" else GlooTransport(group)
+
+
+def transport_contract(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> dict[str, Any]:
+    """Reductions in order, more than one under way, broadcasts beside them: short, empty, longer than a frame."""
+    transport = open_transport(group_of(rank, size, port, kind))
+    flights = [transport.reduce_min(array.array("q", [rank + at, -rank, at]), 10.0) for at in range(3)]
+    texts = [b"", b"short", bytes(range(256)) * 40]
+    said = [transport.broadcast(text if rank == 0 else b"mine", 10.0).result(10.0) for text in texts]
+    reduced = [list(flight.result(10.0)) for flight in flights]
+    ended: list[int] = []
+    flights[0].when_done(lambda: ended.append(1))
+    transport.close()
+    return {"reduced": reduced, "said": said == texts, "told": ended}
+
+
+async def compare(rank: int, pipe: Connection, size: int, port: int, kind: Any, differ: dict[str, Any]) -> Any:
+    """Join with one fact that is this rank's own."""
+    group = group_of(rank, size, port, kind, start_deadline_s=20.0)
+    facts: dict[str, Fact] = {"page_size": 64, "model.weights": "v1", "storage.url": True} | (
+        differ if rank == size - 1 else {}
+    )
+    try:
+        link = await join(group, {"device_pages": 100 + rank, "host_pages": 50 - rank}, facts, None)
+    except (ConfigError, PeerError) as error:
+        return str(error)
+    link.close()
+    return dict(link.sizes)
+
+
+def lose_a_peer(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """The last rank leaves; what the others are told, and whether the next epoch works without it."""
+    sync = RankSync(open_transport(group_of(rank, size, port, kind)), deadline_s=2.0)
+    sync.reduce([rank], 10.0)
+    if rank == size - 1:
+        sync.close()
+        return None
+    errors = []
+    for _ in range(2):
+        try:
+            sync.reduce([rank], 2.0)
+        except PeerError as error:
+            errors.append(str(error))
+    again = RankSync(open_transport(group_of(rank, size - 1, port, kind, epoch=1)))
+    reduced = list(again.reduce([10 - rank], 10.0))
+    again.reduce([0], 10.0)
+    again.close()
+    return errors, reduced
+
+
+# -- whole caches ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def open_rank(
+    group: RankGroup, *, device_pages: int = 16, backend: Backend | None = None, heads: int = 2, **settings: Any
+) -> AsyncIterator[HiCache]:
+    """A small cache of one rank, on a real device thread."""
+    shape = msgspec.structs.replace(SHAPE, heads=heads) if heads != SHAPE.heads else SHAPE
+    kv = KVTensors.make(shape, device_pages)
+    async with HiCache.open(
+        small_config(**settings), kv, device=TorchCpuDevice(), backend=backend, driver="step", ranks=group
+    ) as cache:
+        yield cache
+
+
+async def step(cache: HiCache) -> None:
+    await cache.begin_step_async()
+    cache.end_step()
+
+
+async def settle(cache: HiCache) -> None:
+    while cache.needs_step:
+        await step(cache)
+
+
+async def serve(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """The same prompts on all ranks by an engine with a thread of its own; stores that differ in what they hold."""
+    backend = MemoryBackend()
+    rounds = []
+    for epoch in range(2):
+        async with open_rank(group_of(rank, size, port, kind, epoch=epoch), device_pages=7, backend=backend) as cache:
+            engine = StepEngine(cache, ToyModel(cache.kv), lockstep=True)
+            for turn in range(2):
+                prompts = [(f"r{turn}.{family}", prompt(5, family=family)) for family in range(3)]
+                answers = await anyio.to_thread.run_sync(engine.run, prompts)
+                rounds.append(
+                    [(rid, answer.tokens, msgspec.to_builtins(answer.account)) for rid, answer in answers.items()]
+                )
+            engine.close()
+            check_conservation(cache.core)
+            assert cache.driver.failure is None
+            counts = (cache._parts.link.sync.rounds, cache._parts.link.sync.collectives) if cache._parts.link else None
+            digest = cache.core.state_digest()
+        if rank == size - 1 and epoch == 0:
+            backend = MemoryBackend()  # this rank's store has lost everything
+    return rounds, counts, digest
+
+
+async def frontends(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any, own_channel: bool) -> Any:
+    """Async verbs on the leader; the others follow its intake, over our channel or as bytes from a broadcast of the engine's."""
+    engines_own = GlooTransport(group_of(rank, size, ports[1]))
+    async with open_rank(group_of(rank, size, ports[0], kind), backend=MemoryBackend()) as cache:
+        seen: list[Any] = []
+        ended = asyncio.Event()
+
+        async def client() -> None:
+            async with cache.acquire(prompt(3), rid="a") as lease:
+                seen.append(("acquired", lease.rid, lease.usable_tokens))
+                await asyncio.sleep(0.01)
+            task = asyncio.ensure_future(cache.stored(prompt(3), 5.0))
+            seen.append(await task)
+            cancelled = asyncio.ensure_future(cache.drain(5.0))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            await cache.reset()
+            ended.set()
+
+        if rank == 0:
+            task = asyncio.ensure_future(client())
+        else:
+            try:
+                await cache.reset()
+            except UsageError as error:
+                seen.append(str(error))
+        went_on = True
+        committed = False
+        while went_on:
+            if own_channel and not cache.needs_step:
+                await cache.wait_intake_async(0.05)
+            else:
+                data = cache.intake_bytes() if rank == 0 else b""
+                flight = engines_own.broadcast(data, 10.0)
+                cache.apply_intake(await asyncio.get_running_loop().run_in_executor(None, flight.result, 10.0))
+            await cache.begin_step_async()
+            lease = cache.acquired("a")
+            if lease is not None and not committed:
+                committed = True
+                assert not isinstance(lease.allocate(13 - lease.usable_tokens), Shortfall)
+                lease.commit(12)
+            cache.end_step()
+            done = b"\1" if rank == 0 and ended.is_set() else b""
+            flight = engines_own.broadcast(done, 10.0)
+            went_on = not await asyncio.get_running_loop().run_in_executor(None, flight.result, 10.0)
+        if rank == 0:
+            await task
+        await settle(cache)
+        assert cache.driver.failure is None, cache.driver.failure
+        check_whole(cache.core)
+        digest, asked = cache.core.log_digest, len(cache._parts.link.intake._asked) if cache._parts.link else 0
+    engines_own.close()
+    return digest, asked, committed, seen
+
+
+async def live(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """Serve until a peer is lost, then a miss; the leader has a client that always waits for something.
+
+    -> when that miss was served (the clock of all processes), what was found then, requests that the client has ended.
+    """
+    group = group_of(rank, size, port, kind, deadline_s=2.0)
+    async with open_rank(group, backend=MemoryBackend(), device_pages=24) as cache:
+        served = 0
+
+        async def client() -> None:
+            nonlocal served
+            while True:
+                async with cache.acquire(prompt(2, family=7), deadline_s=1.0):
+                    served += 1
+
+        task = asyncio.ensure_future(client()) if rank == 0 else None
+        pipe.send("ready")
+        steps = 0
+        while cache.state == "open":
+            if steps % 8 == 0:
+                with contextlib.suppress(PeerError):
+                    await cache.wait_intake_async(0.0)
+            await one_request(cache, f"r{steps}", family=steps % 5)
+            steps += 1
+        await one_request(cache, "after", family=0)
+        done_s, found = time.monotonic(), cache.match(prompt(3))
+        before = served
+        while task is not None and served == before:
+            await step(cache)
+            await asyncio.sleep(0.001)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+    return done_s, found.host, served
+
+
+async def one_request(cache: HiCache, rid: str, family: int) -> None:
+    """A whole request in one step; nothing is computed."""
+    await cache.begin_step_async()
+    asked = prompt(3, family=family)
+    lease = cache.lease(asked, rid)
+    lease.load()
+    if not isinstance(lease.allocate(len(asked) - lease.usable_tokens), Shortfall):
+        lease.commit(len(asked))
+    lease.release()
+    cache.end_step()
+    await asyncio.sleep(0.002)
+
+
+async def diverge(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """One rank makes a call that the others do not make."""
+    async with open_rank(group_of(rank, size, port, kind), backend=MemoryBackend()) as cache:
+        for at in range(4):
+            await one_request(cache, f"r{at}", family=at)
+        if rank == size - 1:
+            await cache.begin_step_async()
+            cache.lease(prompt(1), "mine alone").release()
+            cache.end_step()
+        else:
+            await step(cache)
+        while cache.state == "open":
+            await one_request(cache, "next", family=9)
+        await one_request(cache, "after", family=9)
+        return str(cache.driver.failure), cache.match(prompt(3, family=9)).host
+
+
+async def crash(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """The cache of one rank crashes, its process lives: it goes on answering, and all degrade in the same step."""
+    async with open_rank(group_of(rank, size, port, kind), backend=MemoryBackend()) as cache:
+        for at in range(20):
+            if at == 3 and rank == size - 1:
+                cache.driver.fail(TransferError("planted"))
+            await one_request(cache, f"r{at}", family=at % 3)
+            if cache.core.degraded:
+                break
+        for _ in range(5):
+            await step(cache)
+        return at, cache.driver.failure is None or isinstance(cache.driver.failure, TransferError)
+
+
+async def close_and_drain(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """The engine stops; draining and closing make the steps that are left, the same on all ranks."""
+    backend = Slow(MemoryBackend(), latency_s=0.002 * (rank + 1))
+    async with open_rank(group_of(rank, size, port, kind), backend=backend) as cache:
+        for at in range(3):
+            await one_request(cache, f"r{at}", family=at)
+        left = await cache.drain(10.0, stepping=True)
+        rounds = cache.driver.rounds if isinstance(cache.driver, StepDriver) else 0
+        await one_request(cache, "last", family=5)
+        core, driver = cache.core, cache.driver
+    assert driver.failure is None, driver.failure
+    return left, rounds, core.log_digest, dict(core.usage().jobs)

@@ -1,0 +1,36 @@
+"""Whole caches on several ranks, as real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_actors.ranks.group import TransportKind
+from hicache_actors.testing.processes import Crew, free_port
+
+from . import bodies
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_all_ranks_serve_alike_from_all_tiers(four: Crew, kind: TransportKind) -> None:
+    size = 2 if kind == "gloo" else 4
+    first, *others = four.run(bodies.serve, size, free_port(), kind, size=size)
+    rounds = first[0]
+    for other in others:
+        assert other == first, "same answers, accounts, rounds and state"
+    accounts = [account for turn in rounds for _, _, account in turn]
+    assert sum(account["host"] for account in accounts) > 0
+    assert sum(account["storage"] for turn in rounds[2:] for _, _, account in turn) == 0, (
+        "one rank's store has lost its pages"
+    )
+
+
+@pytest.mark.parametrize(("kind", "own_channel"), [("gloo", True), ("tcp", True), ("tcp", False)])
+def test_frontends_act_on_the_leader_and_all_ranks_follow(four: Crew, kind: TransportKind, own_channel: bool) -> None:
+    answers = four.run(bodies.frontends, 2, [free_port(), free_port()], kind, own_channel, size=2)
+    (digest, asked, committed, seen), other = answers
+    assert other[:3] == (digest, asked, committed)
+    assert committed
+    assert asked == 0, "nothing of what was asked is left"
+    assert seen[0] == ("acquired", "a", 0)
+    assert (seen[1].tokens, seen[1].reason) == (12, None)
+    assert "the leader's" in other[3][0]
