@@ -75,7 +75,22 @@ What public bug reports have measured on other caches, measured on this one; eac
 Where a limit is known it stands beside the figure, as ..._limit.  Takes less than a minute.
 """
 
+_RANKS: Final = """\
+Agreement between ranks: 2 and 4 processes on this machine, over gloo and over TCP, with 1 and with 200 jobs open.
+
+  bare_round_us             one reduction of a round's vector, and nothing else
+  collectives_per_step      what a step costs the network; open jobs may not change it
+  begin_step_wait_us        how long `begin_step` takes, apply included, after a step that sleeps 10 ms: the round travels meanwhile
+  matmul_begin_step_wait_us the same after steps of about 10 ms of matrix products on all ranks (2 processes)
+  idle_cpu_percent          of a core, of each rank, while all wait for the leader's intake
+
+Figures are of rank 0, the worst rank's for idle_cpu_percent.  Takes about a minute; --quick shortens each part.
+"""
+
 SUITES: Final[dict[str, Suite]] = {
+    "ranks": Suite(
+        ("hicache_actors.bench.ranks",), "agreement between ranks: rounds, waits, idle cost", _RANKS, ("--quick",)
+    ),
     "core": Suite(
         ("hicache_actors.bench.core", "hicache_actors.bench.runtime"),
         "what decisions and messages cost; copies nothing",

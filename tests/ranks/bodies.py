@@ -56,9 +56,9 @@ def transport_contract(rank: int, pipe: Connection, size: int, port: int, kind: 
 async def compare(rank: int, pipe: Connection, size: int, port: int, kind: Any, differ: dict[str, Any]) -> Any:
     """Join with one fact that is this rank's own."""
     group = group_of(rank, size, port, kind, start_deadline_s=20.0)
-    facts: dict[str, Fact] = {"page_size": 64, "model.weights": "v1", "storage.url": True} | (
-        differ if rank == size - 1 else {}
-    )
+    facts: dict[str, Fact] = {"page_size": 64, "model.weights": "v1", "storage.url": True}
+    if rank == size - 1:
+        facts |= differ
     try:
         link = await join(group, {"device_pages": 100 + rank, "host_pages": 50 - rank}, facts, None)
     except (ConfigError, PeerError) as error:
