@@ -1,7 +1,9 @@
 """The plain way to keep KV pages in files, written anew for comparison: one open and one write or read per page, in one thread.
 
-This is what the file backends of other caches do.  Nothing is hashed and nothing renamed: a page that was cut off by a crash is
-read like any other, so this does less than our file store.
+The file backends of other caches move pages like this: a lookup for each page before anything is read; a fresh buffer for each
+page, because a file cannot be read into where the pages of their pools stand; then open, one read or write, close, and a copy
+between buffer and pool; all files in one folder.  Nothing is hashed and nothing renamed here, so a page that a crash has cut off is
+served like any other: that is less than our file store does.
 """
 
 from __future__ import annotations
@@ -16,25 +18,31 @@ class FilePerPage:
 
     def write(self, names: Sequence[str], pages: Sequence[memoryview]) -> int:
         """-> how many are stored now."""
-        stored = 0
         for name, page in zip(names, pages, strict=True):
-            path = os.path.join(self._folder, f"{name}.bin")
+            path = self._path(name)
             if not os.path.exists(path):
+                buffer = bytes(page)
                 with open(path, "wb", buffering=0) as file:
-                    file.write(page)
-            stored += 1
-        return stored
+                    file.write(buffer)
+        return len(names)
 
     def read(self, names: Sequence[str], pages: Sequence[memoryview]) -> int:
         """Fill ``pages`` -> how many could be filled, from the front."""
-        for done, (name, page) in enumerate(zip(names, pages, strict=True)):
-            try:
-                with open(os.path.join(self._folder, f"{name}.bin"), "rb", buffering=0) as file:
-                    if file.readinto(page) != len(page):
-                        return done
-            except FileNotFoundError:
-                return done
-        return len(names)
+        stored = self._stored(names)
+        for done, (name, page) in enumerate(zip(names[:stored], pages[:stored], strict=True)):
+            buffer = bytearray(len(page))
+            with open(self._path(name), "rb", buffering=0) as file:
+                if file.readinto(buffer) != len(buffer):
+                    return done
+            page[:] = buffer
+        return stored
+
+    def _stored(self, names: Sequence[str]) -> int:
+        """How many are there, from the front."""
+        return next((at for at, name in enumerate(names) if not os.path.exists(self._path(name))), len(names))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, f"{name}.bin")
 
 
 PEER = FilePerPage

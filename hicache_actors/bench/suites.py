@@ -36,8 +36,8 @@ jobs.
     ratio_write, ratio_read  against a plain executor loop: the same calls on the same disk, a page a hop.  >= 0.8 is good
     batched_ratio_*          against that loop with a batch a hop, as the library does it: what checksums, keys, lookups and
                              decisions cost beside the copies
-    peer_ratio_*             against one thread with an open and a write or read per page, as simple file stores do it (from a
-                             source tree only: benchmarks/peers)
+    peer_ratio_*             against one thread with an open, a write or read and a copy per page, as the file backends of
+                             other caches do it (from a source tree only: benchmarks/peers)
   waiter_delay_us            from the last byte of a fetch until the coroutine that waits for it runs
   loop_lag_p99_ms            how late the event loop wakes sleepers while pages move at full speed
 
