@@ -221,6 +221,8 @@ class HiCache(BlockVerbs, RankVerbs):
         self._check_open()
         name = f"request-{next(self._rids)}" if rid is None else rid
         check_rid(name)
+        if deadline_s is None:
+            deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
         return _Acquire(self, self._admission(prompt, name, priority), deadline_s)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:

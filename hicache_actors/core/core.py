@@ -132,9 +132,13 @@ class Core:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has something to do (a retry, more of a backlog; the rest of a reset: now), or None."""
-        now = self.state.tree.has_garbage or self._backlog.ready
-        return self.state.now_ms if now else self._saving.next_due_ms
+        """When the agreed clock has something to do (a retry, an acquire that waits for room no longer; more of a backlog, the
+        rest of a reset: now), or None.
+        """
+        if self.state.tree.has_garbage or self._backlog.ready:
+            return self.state.now_ms
+        due = self._saving.next_due_ms, self._waiting.next_due_ms
+        return min((ms for ms in due if ms is not None), default=None)
 
     @property
     def page_size(self) -> int:

@@ -32,11 +32,15 @@ _KEPT = 4096  # outcomes of ended prefetches that can still be asked for
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """What a prefetch has brought: pages [first_page, first_page + pages), and why not all that was asked."""
+    """What a prefetch has brought: pages [first_page, first_page + pages), and why not all that was asked.
+
+    ``ended``: how many prefetches had given their slots back by then.
+    """
 
     first_page: int
     pages: int
     reason: str | None = None
+    ended: int = 0
 
 
 class PrefetchJob(Job):
@@ -75,11 +79,12 @@ class PrefetchJob(Job):
 
 
 class Fetches:
-    """All prefetches.  ``staged_pages``: host pages in their hands, limbo included."""
+    """All prefetches.  ``staged_pages``: host pages in their hands, limbo included; ``ended``: how many have had a RESULT."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.staged_pages = 0
+        self.ended = 0
         self.outcomes: dict[int, Fetched] = {}
         self._jobs: dict[str, dict[int, None]] = {}  # rid -> jobs it wants
         self._fetched: dict[str, Fetched] = {}  # rid -> for the account of its next lease
@@ -199,8 +204,7 @@ class Fetches:
             node, page = self._reached(job.tokens, job.start)
             if page == job.start == node.end:
                 state.tree.hint(node, job.key, page, job.start + hit)
-        budget = state.config.host_pages // 2 - self.staged_pages
-        pages = min(hit, budget)
+        pages = min(hit, self._budget_pages)
         if not job.rids:
             return self._decline(job, "stopped")
         if job.epoch != state.epoch:
@@ -216,6 +220,20 @@ class Fetches:
         job.phase = Phase.RUN
         job.short = "host_capacity" if pages < hit else None
         state.effects.append(Grant(job.id, job.slots))
+
+    @property
+    def _budget_pages(self) -> int:
+        return self.state.config.host_pages // 2 - self.staged_pages
+
+    def room(self) -> tuple[bool, bool]:
+        """-> (whether there is budget that no open prefetch is about to ask for, whether one is open that may give some back)."""
+        under_way = [
+            job
+            for job in self.state.jobs.open.values()
+            if isinstance(job, PrefetchJob) and job.phase is not Phase.LIMBO
+        ]
+        asked = sum(job.stop - job.start for job in under_way if job.phase is Phase.HIT)
+        return self._budget_pages > asked, bool(under_way)
 
     def _decline(self, job: PrefetchJob, reason: str) -> None:
         self.state.count(f"prefetch_{reason}")
@@ -238,6 +256,7 @@ class Fetches:
         left.append(job.slots[pages * SLOT_BYTES :])
         job.slots = b"".join(left)
         self.staged_pages -= granted - len(job.slots) // SLOT_BYTES
+        self.ended += 1
         state.count("prefetched_pages", pages)
         self.settle(job, pages, reason)
         state.effects.append(Settled(job.id, pages, reason))
@@ -283,7 +302,7 @@ class Fetches:
 
     def settle(self, job: PrefetchJob, pages: int, reason: str | None) -> None:
         """File what the prefetch has brought, for those who wait for it and for the accounts of those who asked."""
-        outcome = Fetched(job.start, pages, reason)
+        outcome = Fetched(job.start, pages, reason, self.ended)
         self.state.totals.fetch_ended(job.hit, job.granted, pages, reason)
         self.outcomes[job.id] = outcome
         if len(self.outcomes) > _KEPT:

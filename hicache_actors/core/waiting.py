@@ -6,6 +6,8 @@ of the section that asks, when there is nothing to fetch); the others when a sec
 
 from __future__ import annotations
 
+import math
+
 from hicache_actors.core.fetch import Fetched, Fetches
 from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.leases import Leases
@@ -19,13 +21,21 @@ from hicache_actors.errors import UsageError
 class Acquire:
     """A pending acquire: waits for its prefetch, then gets its lease and load in that same section."""
 
-    __slots__ = ("deadline_s", "job", "joined", "priority", "rid", "started_ms", "tokens")
+    __slots__ = ("deadline_s", "job", "joined", "priority", "refused", "rid", "started_ms", "tokens")
 
-    def __init__(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int, started_ms: int) -> None:
+    def __init__(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> None:
         self.tokens, self.rid, self.deadline_s, self.priority = tokens, rid, deadline_s, priority
-        self.started_ms = started_ms
+        self.started_ms: int | None = None  # the apply after it was asked: the clock may have rested before
         self.job = 0  # its prefetch; 0: nothing to wait for
         self.joined = False  # somebody else's prefetch
+        self.refused: int | None = None  # the host had no room for it when so many prefetches had ended
+
+    @property
+    def due_ms(self) -> int | None:
+        """When it stops waiting for room."""
+        if self.refused is None or self.deadline_s is None or self.started_ms is None:
+            return None
+        return self.started_ms + math.ceil(self.deadline_s * 1000)
 
 
 class Stores:
@@ -55,7 +65,7 @@ class Waiting:
         self.check_free(rid)
         self._last += 1
         waiter = self._last
-        acquire = Acquire(tokens, rid, deadline_s, priority, self.state.now_ms)
+        acquire = Acquire(tokens, rid, deadline_s, priority)
         self._fetch(acquire)
         self.acquires[waiter] = acquire
         self._rids[rid] = waiter
@@ -69,7 +79,7 @@ class Waiting:
     def _fetch(self, acquire: Acquire) -> None:
         state = self.state
         left_s = acquire.deadline_s
-        if left_s is not None:
+        if left_s is not None and acquire.started_ms is not None:
             left_s -= (state.now_ms - acquire.started_ms) / 1000
         acquire.job = 0
         if left_s is not None and left_s <= 0:
@@ -80,10 +90,14 @@ class Waiting:
         acquire.joined = 0 < acquire.job <= known
 
     def on_apply(self) -> None:
-        """``best_effort``: at the first apply after its HIT a fetch is stopped; what has arrived counts.
+        """The time of new acquires begins.  ``best_effort``: at the first apply after its HIT a fetch is stopped; what has arrived
+        counts.
 
         Called before the values of this apply, so a job that runs has had its HIT in an earlier one.
         """
+        for acquire in self.acquires.values():
+            if acquire.started_ms is None:
+                acquire.started_ms = self.state.now_ms
         if self.state.config.prefetch_policy == "best_effort":
             for acquire in self.acquires.values():
                 job = self.state.jobs.open.get(acquire.job)
@@ -101,6 +115,10 @@ class Waiting:
                     self._fetch(acquire)
                     if acquire.job:
                         continue
+                elif outcome.reason == "host_capacity" and not outcome.pages:
+                    acquire.job, acquire.refused = 0, outcome.ended
+            if acquire.refused is not None and self._waits_for_room(acquire):
+                continue
             lease = self._admit(waiter, acquire)
             # Not before: if Core breaks in admitting it, it is admitted to what is left.
             del self.acquires[waiter], self._rids[acquire.rid]
@@ -109,6 +127,27 @@ class Waiting:
     def _asks_on(self, acquire: Acquire, outcome: Fetched) -> bool:
         """It joined somebody else's prefetch, which brought all of its part: the rest is asked for now."""
         return acquire.joined and outcome.pages > 0 and outcome.reason is None
+
+    def _waits_for_room(self, acquire: Acquire) -> bool:
+        """The prefetches of others have the room that its own lacked: once one of them has ended, it asks again."""
+        due_ms = acquire.due_ms
+        late = due_ms is not None and due_ms <= self.state.now_ms
+        if late or self.state.degraded or self.state.config.prefetch_policy == "best_effort":
+            return False
+        room, under_way = self.fetches.room()
+        if room and self.fetches.ended > (acquire.refused or 0):
+            acquire.refused = None
+            self._fetch(acquire)
+            return acquire.job > 0
+        return under_way
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When the first of those who wait for room stops waiting; now, if somebody's time is still to begin."""
+        if any(acquire.started_ms is None and acquire.deadline_s is not None for acquire in self.acquires.values()):
+            return self.state.now_ms
+        due = [acquire.due_ms for acquire in self.acquires.values()]
+        return min((ms for ms in due if ms is not None), default=None)
 
     def _admit(self, waiter: int, acquire: Acquire) -> CoreLease:
         """Lease and load; if there is no room for all that is on the host, load what fits."""
