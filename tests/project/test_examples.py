@@ -21,6 +21,7 @@ EXAMPLES: dict[str, tuple[list[str], str]] = {
         "0 passes with other logits",
     ),
     "two_instances.py": (["--model", "toy", "--doc-tokens", "300"], "OK: both instances read what the other wrote"),
+    "two_ranks.py": (["--prompts", "4"], "hits equal on all 2 ranks: yes"),
     "step_engine.py": (["--requests", "12"], "reused tokens with wrong bytes: 0"),
 }
 
