@@ -79,8 +79,9 @@ class GlooTransport:
 
     def close(self) -> None:
         groups, self._groups = self._groups, []
-        # Peers are told when the connections close, and that may wait for operations under way, up to their deadline.
-        threading.Thread(target=groups.clear, name="hicache-gloo-close", daemon=True).start()
+        # Peers are told when the connections close, and that may wait for operations under way, up to their deadline.  No daemon:
+        # an interpreter that ends meanwhile would abort inside gloo.
+        threading.Thread(target=groups.clear, name="hicache-gloo-close").start()
 
     def _rest(self, frame: bytes, deadline_s: float) -> bytes:
         length = int.from_bytes(frame[:_LENGTH], "little")
@@ -153,7 +154,7 @@ def _torch() -> Any:
 
 def _reach_store(group: RankGroup, limit: timedelta) -> Store:
     host, port = group.endpoint()
-    hosts = group.hosts_store and group.leads
+    hosts = group.hosts_store and group.leads and group.dp_rank == 0
     store = _hosted.get((host, port)) if hosts else None
     if store is None:
         store = _c10d().TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)

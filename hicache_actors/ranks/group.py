@@ -36,7 +36,8 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     launcher's store (``MASTER_ADDR``, ``MASTER_PORT``), which torchrun and ``init_process_group`` keep; required for tcp."""
 
     hosts_store: bool = False
-    """gloo: rank 0 makes the store at ``address`` and keeps it until its process ends.  Default: it is there already."""
+    """gloo: rank 0 of the first replica makes the store at ``address``, and keeps it until its process ends.  Default: it is there
+    already."""
 
     transport: TransportKind = "gloo"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -16,7 +17,8 @@ import msgspec
 from hicache_actors.api import HiCache
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Slow
+from hicache_actors.backends.wrappers import Fault, Faulty, Slow, Verb, at_random
+from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.errors import ConfigError, PeerError, TransferError, UsageError
@@ -283,3 +285,85 @@ async def close_and_drain(rank: int, pipe: Connection, size: int, port: int, kin
         core, driver = cache.core, cache.driver
     assert driver.failure is None, driver.failure
     return left, rounds, core.log_digest, dict(core.usage().jobs)
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """What is different on one rank of `traffic`."""
+
+    rank: int
+    device_pages: int = 16
+    host_pages: int = 24
+    fail_copies: int = 0  #: write-backs that fail
+    slow_device_s: float = 0.0  #: each copy
+    slow_store_s: float = 0.0  #: each call, and as much jitter
+    miss: float = 0.0  #: share of reads that find nothing, and of writes that fail
+
+
+async def traffic(
+    rank: int, pipe: Connection, axes: list[dict[str, int]], port: int, kind: Any, settings: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Requests that come, fetch, load, commit and go, the same on all ranks; what each step was like, on this one."""
+    group = group_of(rank, 0, port, kind, **{"tp_size": 1, **axes[rank]})
+    trouble = Trouble(**settings)
+    mine = trouble if trouble.rank == rank else Trouble(rank)
+    store = Slow(MemoryBackend(), mine.slow_store_s, jitter_s=mine.slow_store_s, seed=rank)
+    rates: dict[tuple[Verb, Any], float] = {("read", Fault.MISS): mine.miss, ("write", Fault.FAIL): mine.miss}
+    device = TorchCpuDevice()
+    device.throttle(latency_s=mine.slow_device_s)
+    if mine.fail_copies:
+        device.fail_next(TransferError("injected"), works=mine.fail_copies)
+    record: dict[str, Any] = {"steps": [], "accounts": []}
+    kv = KVTensors.make(SHAPE, mine.device_pages)
+    config = small_config(host_pages=mine.host_pages)
+    backend = Faulty(store, at_random(rank, rates))
+    async with HiCache.open(config, kv, device=device, backend=backend, driver="step", ranks=group) as cache:
+        requests = Requests(cache, random.Random(17))
+        while requests.started < steps or cache.needs_step or requests.waiting:
+            await cache.begin_step_async()
+            record["accounts"] += requests.run(start=requests.started < steps)
+            usage = cache.core.usage()
+            record["steps"].append((cache.core.log_digest, usage.device.free_pages, usage.host.free_pages))
+            cache.end_step()
+            check_conservation(cache.core)
+        link = cache._parts.link
+        assert link is not None
+        assert cache.driver.failure is None, cache.driver.failure
+        record["collectives"], record["sizes"] = link.sync.collectives, dict(link.sizes)
+        record["state"] = cache.core.state_digest()
+        await cache.begin_step_async()
+        cache.driver.decide(Core.reset)
+        cache.end_step()
+        await settle(cache)
+        check_whole(cache.core)
+        least = await link.sync.reduce_async([group.dp_rank, -group.dp_rank], 10.0)
+        record["replica"] = (least[0], -least[1])
+    return record
+
+
+class Requests:
+    """Six at a time, each waiting for its fetch; decided by what is replicated."""
+
+    def __init__(self, cache: HiCache, draw: random.Random) -> None:
+        self.started = 0
+        self.waiting: list[tuple[str, Any, Any]] = []
+        self._cache, self._draw = cache, draw
+
+    def run(self, *, start: bool) -> list[Any]:
+        """In a section -> the accounts of those that were admitted."""
+        cache = self._cache
+        if start and len(self.waiting) < 6:
+            rid = f"r{self.started}"
+            asked = prompt(self._draw.randrange(2, 8), family=self._draw.randrange(4))
+            self.waiting.append((rid, asked, cache.prefetch(asked, rid, deadline_s=2.0)))
+            self.started += 1
+        admitted = []
+        for entry in [entry for entry in self.waiting if entry[2].settled]:
+            rid, asked, _ = entry
+            lease = cache.lease(asked, rid)
+            lease.load()
+            if not isinstance(lease.allocate(len(asked) - lease.usable_tokens), Shortfall):
+                lease.commit(len(asked))
+                self.waiting.remove(entry)
+                admitted.append((rid, msgspec.to_builtins(lease.account)))
+            lease.release()
+        return admitted
