@@ -121,7 +121,7 @@ class HiCache(BlockVerbs, RankVerbs):
         ``ranks`` name.
 
         Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs), `PeerError` if
-        not all ranks come, and `BackendError` if the store cannot be opened.  A bug inside that
+        not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 seconds.  A bug inside that
         degraded the cache meanwhile is raised when the block ends, unless the block itself raised.
         """
         planned = plan(config, kv, slots=slots, driver=driver, device=device, backend=backend, group=ranks)

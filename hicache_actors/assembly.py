@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -42,6 +42,7 @@ from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import Source, StorageTier
 
 DriverKind = Literal["auto", "step"]
+OPEN_DEADLINE_S: Final = 10.0  #: of the store, when the cache is opened
 
 
 class Parts:
@@ -96,7 +97,7 @@ class Parts:
     async def start(self) -> None:
         """Raises what a backend raises when it is opened; nothing is left running then."""
         if self.storage_tier.store is not None:
-            await self.storage_tier.store.open()
+            await self.storage_tier.store.open(OPEN_DEADLINE_S)
         await self.system.open()
         await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
@@ -175,7 +176,7 @@ class Parts:
         if self.link is not None:
             for effect in effects:
                 if isinstance(effect, Wake):
-                    self.link.intake.woken(effect.waiter)
+                    self.link.intake.woken(effect.waiter, effect.value)
                     if self.on_wake is not None:
                         self.on_wake(effect)
         self.pipelines.execute(effects)

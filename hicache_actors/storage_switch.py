@@ -99,7 +99,7 @@ class StorageSwitch:
         async with self._turn:
             until_s = anyio.current_time() + deadline_s
             try:
-                await self._open(store, deadline_s)
+                await store.open(deadline_s)
                 self._tier.prepare(store)
                 old = self._tier.store
                 if not await self._decided(True, until_s, withdraw=True):
@@ -111,12 +111,6 @@ class StorageSwitch:
                 raise
             if old is not None:
                 await self._run_down(old, anyio.current_time() + deadline_s)
-
-    async def _open(self, store: Store, deadline_s: float) -> None:
-        with anyio.move_on_after(deadline_s) as limit:
-            await store.open()
-        if limit.cancelled_caught:
-            raise BackendError(f"open {store.url}: no answer within {deadline_s} s")
 
     async def _detach(self, deadline_s: float) -> int:
         async with self._turn:

@@ -1,4 +1,4 @@
-"""Stores that fail, hang or crawl (E): no worker dies of them, nothing piles up behind them, and who asks fails fast."""
+"""Field reports, section E: no worker dies of stores that fail, hang or crawl, nothing piles up, and who asks fails fast."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Faulty, Hanging, Slow, Wrapper
 from hicache_actors.config import PrefetchPolicy
+from hicache_actors.errors import BackendError
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import prompt
 
@@ -20,7 +21,9 @@ from .kit import PAGE, VIRTUAL, compute, ended, opened, store
 
 @VIRTUAL
 async def test_b075_no_error_of_a_store_ends_the_saving(anyio_backend: object) -> None:
-    """The 3rd, 5th, 7th and 9th put raise each something else, none of them an error that a store should raise."""
+    """Given a store whose 3rd, 5th, 7th and 9th write raise each something else, none of them an error that a store should raise.
+    When 20 prompts are saved.
+    Then 16 are stored, 4 are counted as failed and tried again, and no host page stays locked."""
     errors: dict[int, Exception] = {
         3: ValueError("planted"),
         5: OSError(5, "planted"),
@@ -62,6 +65,9 @@ class TimesOut(Wrapper):
 
 @VIRTUAL
 async def test_b081_a_dead_node_that_is_still_advertised_is_paid_for_once_or_twice(anyio_backend: object) -> None:
+    """Given a store that finds 8 keys and whose reads of them time out after a second.
+    When 10 requests for that prefix come, and later the node is back.
+    Then one or two pay the timeout, the others are served at once, and hits return in bounded time."""
     memory = MemoryBackend()
     asked = prompt(8)
     (reference,) = await store(memory, asked)
@@ -89,6 +95,9 @@ async def test_b081_a_dead_node_that_is_still_advertised_is_paid_for_once_or_twi
 
 @VIRTUAL
 async def test_b089_evictions_do_not_wait_for_puts_that_never_return(anyio_backend: object) -> None:
+    """Given a store whose writes never return.
+    When 100 prompts are computed, each of which evicts what the one before has left.
+    Then none waits for the store, and calls and memory behind it are bounded."""
     backend = Hanging(MemoryBackend(), ["write"])
     async with opened(device_pages=9, host_pages=24, backend=backend, write_timeout_s=1.0) as small:
         for family in range(100):
@@ -112,6 +121,10 @@ async def test_b089_evictions_do_not_wait_for_puts_that_never_return(anyio_backe
 async def test_b090_a_fetch_that_fails_ends_under_every_policy(
     anyio_backend: object, policy: PrefetchPolicy, answer: str
 ) -> None:
+    """Given a store whose reads raise, return None, or return too few answers, and each policy for ending a fetch.
+    When a prefix is asked for.
+    Then the request goes on within a second, with the pages that did arrive."""
+
     class Bad(Wrapper):
         async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
             found = await super().read(keys, buffers)
@@ -131,6 +144,9 @@ async def test_b090_a_fetch_that_fails_ends_under_every_policy(
 
 @VIRTUAL
 async def test_b093_gets_that_time_out_do_not_pile_up(anyio_backend: object) -> None:
+    """Given a store whose reads never return.
+    When 500 requests with a fetch come.
+    Then tasks and hung calls stay bounded, and all but the first few fail fast."""
     memory = MemoryBackend()
     await store(memory, *(prompt(4, family=family) for family in range(10)))
     backend = Hanging(memory)
@@ -153,6 +169,10 @@ async def test_b093_gets_that_time_out_do_not_pile_up(anyio_backend: object) -> 
 
 @VIRTUAL
 async def test_b099_what_a_slow_store_is_sent_is_bounded_and_fetches_get_through(anyio_backend: object) -> None:
+    """Given a slow store, a limit for bytes under way, and more writes than it can take.
+    When it is offered them at full speed, and a fetch comes in between.
+    Then what is under way never exceeds the limit, the rest is refused and counted, and the fetch gets through."""
+
     class Peak(Slow):
         now = most = 0
 
@@ -181,3 +201,32 @@ async def test_b099_what_a_slow_store_is_sent_is_bounded_and_fetches_get_through
         assert backend.most <= limit_bytes
         assert snapshot.storage is not None
         assert snapshot.storage.refused["write"].get("credits", 0) > 0
+
+
+@VIRTUAL
+async def test_b088_a_store_that_cannot_be_reached_at_the_start_is_refused_in_time(anyio_backend: object) -> None:
+    """Given a store that never answers when it is opened, or cannot be reached.
+    When a cache is opened on it; and then one without it, which gets it later.
+    Then the first is refused in time and says why, nothing of it is left running, and the second serves all along."""
+
+    class Unreachable(MemoryBackend):
+        hangs = True
+
+        async def open(self) -> None:
+            if self.hangs:
+                await anyio.sleep_forever()
+            raise ConnectionRefusedError("planted")
+
+    backend = Unreachable()
+    for reason in ("no answer within", "planted"):
+        tasks = len(asyncio.all_tasks())
+        with anyio.fail_after(11.0), pytest.raises(BackendError, match=reason):
+            async with opened(backend=backend):
+                pass
+        assert len(asyncio.all_tasks()) == tasks
+        async with opened() as small:
+            await compute(small, prompt(4))
+            with pytest.raises(BackendError, match=reason):
+                await small.cache.attach_storage(backend, deadline_s=1.0)
+            assert (await compute(small, prompt(4))).account.device == 4 * PAGE
+        backend.hangs = False

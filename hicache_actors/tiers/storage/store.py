@@ -141,14 +141,17 @@ class Store:
 
     # -- for the tier --------------------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Raises `BackendError` or `ConfigError`, whatever the backend raises."""
-        try:
-            await self.backend.open()
-        except HiCacheError:
-            raise
-        except Exception as error:
-            raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
+    async def open(self, deadline_s: float) -> None:
+        """Raises `BackendError` or `ConfigError`, whatever the backend raises, also if it has not opened by the deadline."""
+        with anyio.move_on_after(deadline_s) as limit:
+            try:
+                await self.backend.open()
+            except HiCacheError:
+                raise
+            except Exception as error:
+                raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
+        if limit.cancelled_caught:
+            raise BackendError(f"open {self.url}: no answer within {deadline_s} s")
 
     async def run_down(self, timeout_s: float) -> None:
         """Let the jobs that are about it end, then cut it off: no call is made any more, and nobody waits for one."""
