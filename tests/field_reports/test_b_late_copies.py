@@ -1,7 +1,7 @@
 """Field reports, section B: copies, reads and writes that end late must find their pages untouched, and touch nobody else's.
 
 Reuse that comes too early shows as wrong bytes: the toy model compares every byte it reads, and pages that were handed out are
-filled with a pattern.  B033 (leases of a backend that run out) waits for a backend that has leases.
+filled with a pattern.  B033, a store whose leases run out, is in `test_b_leases`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Control at run time (G): detach, reset, and the question whether anything is under way."""
+"""Field reports, section G: control at run time: detach, reset, and the question whether anything is under way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -37,6 +39,9 @@ class Counting(Wrapper):
 async def test_b109_detach_waits_for_what_is_pending_and_the_backend_sees_no_call_after_it(
     anyio_backend: object,
 ) -> None:
+    """Given 3 copies and 2 writes under way.
+    When the store is detached.
+    Then that waits for them, match and snapshot stay quick meanwhile, and no call is made afterwards."""
     backend = Counting(Slow(MemoryBackend(), latency_s=1.0))
     async with opened(device_pages=64, host_pages=64, backend=backend) as small:
         for family in range(2):
@@ -74,7 +79,19 @@ async def test_b109_detach_waits_for_what_is_pending_and_the_backend_sees_no_cal
 
 @LOOPS
 async def test_b111_a_reset_right_after_each_request_works_each_time(anyio_backend: object) -> None:
-    async with opened(backend=MemoryBackend()) as small:
+    """Given write_through.
+    When a reset directly follows each of 120 requests, whose copies and writes still run.
+    Then each works within its limit, nothing is found afterwards, and no page is lost."""
+    await _reset_after_each_request(backend=MemoryBackend())
+
+
+async def test_b111_a_reset_right_after_each_request_works_with_files(tmp_path: Path) -> None:
+    """As above, with a folder as the store: 120 requests, each followed by a reset."""
+    await _reset_after_each_request(url=f"file://{tmp_path}")
+
+
+async def _reset_after_each_request(**settings: Any) -> None:
+    async with opened(**settings) as small:
         for number in range(120):
             await compute(small, prompt(3, family=number % 7))
             with anyio.fail_after(5.0):
@@ -87,7 +104,9 @@ async def test_b111_a_reset_right_after_each_request_works_each_time(anyio_backe
 
 @VIRTUAL
 async def test_b113_the_cache_is_not_idle_in_any_stage_and_nothing_looks_lost(anyio_backend: object) -> None:
-    """Slow copies and calls: whenever one looks, open work is seen and every page has an owner."""
+    """Given slow copies and calls, so that each stage lasts.
+    When one looks every 50 ms, and again when all has ended.
+    Then open work is seen in each stage and every page has an owner; at the end nothing is open."""
     memory = MemoryBackend()
     await store(memory, prompt(6, family=9))
     backend = Slow(memory, latency_s=0.5)
