@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from functools import partial
 
+from hicache_actors.core import CoreLease
+from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import UsageError
 from hicache_actors.ranks import intents
 from hicache_actors.ranks.driver import Intent
@@ -24,6 +26,7 @@ class Intake:
         self._sent: deque[list[Intent]] = deque()
         self._last_sent = self._last_admitted = 0
         self._asked: intents.Asked = {}
+        self._leases: dict[int, CoreLease] = {}
         self._lock = threading.Lock()
         self._news = threading.Event()
 
@@ -62,10 +65,20 @@ class Intake:
                 return self._sent.popleft()
         return [partial(intents.run_quietly, told, asked=self._asked) for told in batch.told]
 
-    def woken(self, waiter: int) -> None:
-        """Core has answered a waiter: nothing takes it back any more."""
+    def woken(self, waiter: int, answer: object) -> None:
+        """Core has answered a waiter: nothing takes it back any more, unless it has been given something to hold.
+
+        A lease may still be taken back, by a caller that did not live to see it, until it is closed; room until it is left.
+        """
+        for number, lease in list(self._leases.items()):
+            if lease.closed:
+                del self._leases[number]
+                self._asked.pop(number, None)
         for number in [number for number, known in self._asked.items() if known == waiter]:
-            del self._asked[number]
+            if isinstance(answer, CoreLease):
+                self._leases[number] = answer
+            elif isinstance(answer, int | tuple | Shortfall):
+                del self._asked[number]
 
     def give_up(self) -> list[Intent]:
         """The other ranks are lost -> what has not been admitted: this rank decides it alone."""
