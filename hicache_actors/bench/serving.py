@@ -8,6 +8,7 @@ engine with all tiers on, and through the same engine with the cache switched of
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -20,9 +21,10 @@ from typing import Any, Final
 import torch
 
 from hicache_actors.api import HiCache
+from hicache_actors.backends.registry import open_backend
 from hicache_actors.bench.figures import Figures, spread
 from hicache_actors.bench.progress import Progress
-from hicache_actors.bench.rig import BenchError
+from hicache_actors.bench.rig import BenchError, StampingWorkers, Watched
 from hicache_actors.config import Config, HostConfig, StorageConfig
 from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import MissingExtraError
@@ -31,7 +33,7 @@ from hicache_actors.memory.kv import KVTensors
 
 PAGE_TOKENS: Final = 16
 PROMPT_TOKENS: Final = 256
-ANSWER_TOKENS: Final = 16
+ANSWER_TOKENS: Final = 4
 STREAMS: Final = 4
 VOCABULARY: Final = 2_000
 MOVED_PAGES: Final = 32  #: of a prompt of the busy tiers
@@ -47,7 +49,7 @@ class Sizes:
         self.ttfts = max(2, 48 // divisor)
         self.tokens = max(4, 160 // divisor)
         self.rounds = max(1, 3 // divisor)
-        self.pairs = max(2, 60 // divisor)
+        self.pairs = max(2, 160 // divisor)
 
 
 def run(options: Namespace, *, quiet: bool = False) -> Figures:
@@ -88,7 +90,7 @@ class Serving:
 
     def __init__(self, cache: HiCache, served: Any, engine: Any) -> None:
         self.cache, self.served, self.engine = cache, served, engine
-        self._prompts = 0
+        self._prompts = int.from_bytes(os.urandom(6), "little")  # an earlier run may have left its own in the store
 
     def new_prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """One that nobody has asked before."""
@@ -136,16 +138,23 @@ async def _open(url: str | None) -> AsyncIterator[Serving]:
         model=model_facts(model, model_id="random", weights="seed-7"),
         page_size=PAGE_TOKENS,
         host=HostConfig(pages=HOST_PAGES),
-        storage=StorageConfig(url=url, prefetch_threshold_tokens=PAGE_TOKENS, prefetch_policy="wait_complete"),
+        storage=StorageConfig(prefetch_threshold_tokens=PAGE_TOKENS, prefetch_policy="wait_complete"),
         enabled=url is not None,
     )
     kv = KVTensors.make(kv_shape_of(model, page_size=PAGE_TOKENS), DEVICE_PAGES)
     served = ServedModel(model, kv)
+    workers = StampingWorkers("bench-store", config.storage.read_concurrency + config.storage.write_concurrency)
+    store = None if url is None else Watched(open_backend(url, workers), workers)
     try:
-        async with HiCache.open(config, kv) as cache, ServingEngine.open(cache, served) as engine:
-            yield Serving(cache, served, engine)
+        async with HiCache.open(config, kv, backend=store) as cache:
+            async with ServingEngine.open(cache, served) as engine:
+                yield Serving(cache, served, engine)
+            if store is not None:
+                await cache.drain(30.0)
+                await store.forget()
     finally:
         served.detach()
+        workers.close()
 
 
 async def _warm_up(*engines: Serving) -> None:

@@ -55,7 +55,7 @@ Serves a small random Llama (4 layers, on the CPU, one thread) and times what re
   itl_idle_ms        between two tokens of 4 running answers; no tier moves anything
   itl_busy_ms        the same, while loads, write-backs, backups and prefetches run without a pause
   busy_gb_s          what moved meanwhile, all directions together, in 1e9 bytes a second
-  request_ms         a new prompt of 256 tokens and 16 tokens of answer, with all tiers on
+  request_ms         a new prompt of 256 tokens and 4 tokens of answer, with all tiers on
   overhead_ms_p50    that request minus the same with the cache switched off: median of pairs
   bare_ms_p50        the same request in a bare loop of forward passes, without engine and cache
 
