@@ -25,7 +25,7 @@ from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.core.news import StepNews
-from hicache_actors.core.words import Match, Slots
+from hicache_actors.core.words import Match, Shortfall, Slots
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError
 from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
@@ -39,9 +39,10 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
-from hicache_actors.ranks.intents import AnyTold, AskDrained, AskStored, Reset, TakeBack
+from hicache_actors.ranks.intents import AnyTold, AskDrained, AskStored, LeaveRoom, Reset, TakeBack
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.ranks_api import RankVerbs
+from hicache_actors.rooms import Room, WaitForRoom
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
 from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
 from hicache_actors.storage_switch import StorageSwitch, source_of
@@ -211,19 +212,36 @@ class HiCache(BlockVerbs, RankVerbs):
     # -- async frontends: the loop -------------------------------------------------------------------------------------
 
     def acquire(
-        self, prompt: Prompt, *, deadline_s: float | None = None, rid: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        deadline_s: float | None = None,
+        rid: str | None = None,
+        priority: int = 0,
+        room: Room | None = None,
     ) -> AbstractAsyncContextManager[Lease]:
         """A lease on all that can be had of ``prompt``: fetched from storage if that is worth it (at most ``deadline_s``),
         loading into the device pool.  Released when the block ends, whatever ends it.
 
-        A lease that got less than it could says why in ``account.reasons``; it never fails a request.
+        A lease that got less than it could says why in ``account.reasons``; it never fails a request.  ``room``: a reservation
+        of `room`, whose pages it takes first.
         """
         self._check_open()
         name = f"request-{next(self._rids)}" if rid is None else rid
         check_rid(name)
         if deadline_s is None:
             deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
-        return _Acquire(self, self._admission(prompt, name, priority), deadline_s)
+        return _Acquire(self, self._admission(prompt, name, priority, room), deadline_s)
+
+    def room(self, n_tokens: int, *, deadline_s: float) -> AbstractAsyncContextManager[Room | Shortfall]:
+        """Wait, in order, for device pages for ``n_tokens``, and keep them for ``acquire(room=...)`` until the block ends.
+
+        The caller holds no lease.  Gives a `Shortfall` after ``deadline_s``, at once if the pool is smaller, and when the cache has
+        degraded: not an exception, for a full pool is no error.  While somebody waits, leases opened before go on; later ones load
+        and allocate nothing beyond their own reservation, so nobody is overtaken for ever.
+        """
+        self._check_open()
+        return WaitForRoom(self, n_tokens, deadline_s, _LAST_STEP_S)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
@@ -351,11 +369,11 @@ class HiCache(BlockVerbs, RankVerbs):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _admission(self, prompt: Prompt, rid: str, priority: int) -> Admission:
-        shadow = self._parts.shadow
+    def _admission(self, prompt: Prompt, rid: str, priority: int, room: Room | None = None) -> Admission:
+        shadow, waiter = self._parts.shadow, 0 if room is None else room.waiter
         if shadow is None:
-            return Admission(self, prompt, rid, priority)
-        return ShadowAdmission(self, prompt, rid, priority, shadow)
+            return Admission(self, prompt, rid, priority, waiter)
+        return ShadowAdmission(self, prompt, rid, priority, waiter, shadow)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -431,7 +449,9 @@ class HiCache(BlockVerbs, RankVerbs):
             return cancel(core, waiter)
 
         number = next(self._asks)
-        back = TakeBack(number, cancel is not Core.cancel_waiter)
+        back: AnyTold = TakeBack(number, cancel is not Core.cancel_waiter)
+        if cancel is Core.leave_room:
+            back = LeaveRoom(number)
         self._undecided.add(future)
         self._decide(put, told(number))
         try:

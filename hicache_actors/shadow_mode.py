@@ -183,8 +183,8 @@ class ShadowLease(Lease):
 class ShadowAdmission(Admission):
     """Both leases of a request; the engine's holds nothing while the other one's fetch is under way."""
 
-    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int, shadow: Shadow) -> None:
-        super().__init__(inside, prompt, rid, priority)
+    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int, shadow: Shadow) -> None:
+        super().__init__(inside, prompt, rid, priority, room)
         self._shadow = shadow
 
     def lease(self, core: Core) -> Lease:
@@ -193,7 +193,7 @@ class ShadowAdmission(Admission):
         return ShadowLease(self.inside, blank, cached, self.prompt, self._shadow)
 
     def ask(self, core: Core, deadline_s: float | None) -> int:
-        self._blank = core.lease(self.prompt, self.rid, self.priority, blank=True)
+        self._blank = core.lease(self.prompt, self.rid, self.priority, blank=True, room=self.room)
         try:
             return core.acquire(self.prompt, cached_rid(self.rid), deadline_s, self.priority)
         except HiCacheError:

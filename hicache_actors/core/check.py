@@ -19,6 +19,7 @@ from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.fetch import Fetches, PrefetchJob
 from hicache_actors.core.node import NOWHERE, PLACES, SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.pins import Pin
+from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import State
 from hicache_actors.core.usage import tier_usage
@@ -127,6 +128,8 @@ def _check_slots(state: State, nodes: list[Node], place: int) -> None:
     if place == DEVICE:
         for lease in state.leases.values():
             held += unpack_slots(lease.private_slots())
+        for room in state.reservations.values():
+            held += unpack_slots(room.slots)
     assert sorted(held) == list(range(pool.total)), "each slot has one owner"
     figures = tier_usage(state, place)
     assert figures.free_pages + figures.owned_pages + figures.limbo_pages == figures.total_pages, "conservation"
@@ -151,7 +154,7 @@ def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
 # -- digest -----------------------------------------------------------------------------------------------------------------
 
 
-def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waiting, blocks: Blocks) -> int:
+def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waiting, blocks: Blocks, rooms: Rooms) -> int:
     """32 bits over everything that may influence a later decision."""
 
     def pin_facts(pin: Pin) -> tuple[object, ...]:
@@ -190,6 +193,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
             (rid, look.found_pages, look.fetch_job, look.may_fetch, [pin.uid for pin in look.pins])
             for rid, look in blocks.looks.items()
         ],
+        rooms.facts(),
         (state.news.loads, state.news.saves, state.news.ended),
         fetches.staged_pages,
         state.now_ms,

@@ -25,6 +25,7 @@ from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
+from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Decision, Note, State
 from hicache_actors.core.waiting import Waiting
@@ -54,7 +55,8 @@ class Core:
         self._saving = Saving(self.state)
         self._backlog = Backlog(self.state, self._saving)
         self._fetches = Fetches(self.state)
-        self._loads = Loads(self.state)
+        self._rooms = Rooms(self.state)
+        self._loads = Loads(self.state, self._rooms)
         self._leases = Leases(self.state, self._loads, self._fetches)
         self._blocks = Blocks(self.state, self._fetches, self._loads, self._leases, self._saving)
         self._waiting = Waiting(self.state, self._leases, self._fetches, self._saving)
@@ -81,6 +83,7 @@ class Core:
             self.degrade()
         state.now_ms = max(state.now_ms, now_ms)
         self._waiting.on_apply()
+        self._rooms.on_apply()
         for job_id, phase, value in sorted(values):
             job = state.jobs.open.get(job_id)
             if job is None or job.phase is not phase or phase is Phase.LIMBO:
@@ -106,6 +109,7 @@ class Core:
     def end_section(self) -> None:
         """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
         self._waiting.settle_acquires()
+        self._rooms.grant()
         self._saving.end_section()
         self._blocks.end_section()
         self._leases.end_section()
@@ -125,19 +129,20 @@ class Core:
 
     @property
     def needs_step(self) -> bool:
-        """Rounds must go on: a job is open, something is still to be named, or somebody waits for a retry, which only the agreed
-        clock brings.  Replicated.
+        """Rounds must go on: a job is open, something is still to be named, or somebody waits for what only the agreed clock
+        brings: a retry, a deadline.  Replicated.
         """
-        return bool(self.state.jobs.open) or self._waiting.needs_clock or self._blocks.needs_step
+        clock = self._waiting.needs_clock or self._rooms.needs_clock
+        return bool(self.state.jobs.open) or clock or self._blocks.needs_step
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has something to do (a retry, an acquire that waits for room no longer; more of a backlog, the
+        """When the agreed clock has something to do (a retry, a wait for room that ends; more of a backlog, the
         rest of a reset: now), or None.
         """
         if self.state.tree.has_garbage or self._backlog.ready:
             return self.state.now_ms
-        due = self._saving.next_due_ms, self._waiting.next_due_ms
+        due = self._saving.next_due_ms, self._waiting.next_due_ms, self._rooms.next_due_ms
         return min((ms for ms in due if ms is not None), default=None)
 
     @property
@@ -186,17 +191,19 @@ class Core:
         )
         return Match(ready * page, present * page, depth * page, hint * page)
 
-    def lease(self, tokens: Tokens, rid: str, priority: int = 0, *, blank: bool = False) -> CoreLease:
+    def lease(self, tokens: Tokens, rid: str, priority: int = 0, *, blank: bool = False, room: int = 0) -> CoreLease:
         """Pin what is on the device, filling pages included, for request ``rid``.
 
         ``blank``: take nothing that is cached (and do not `load`): the request computes all of its prompt, and its commit finds
-        twins where others have published.
+        twins where others have published.  ``room``: as for `acquire`.
 
         :raises UsageError: ``rid`` has a lease or a pending acquire already.
         """
         self._check_owned()
         self._waiting.check_free(rid)
-        return self._leases.lease(tokens, rid, priority, blank=blank)
+        lease = self._leases.lease(tokens, rid, priority, blank=blank)
+        lease.room = room
+        return lease
 
     def find_lease(self, rid: str) -> CoreLease | None:
         """The open lease of a request."""
@@ -304,17 +311,37 @@ class Core:
 
     # -- waiters ------------------------------------------------------------------------------------------------------------
 
-    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int:
+    def acquire(
+        self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0, room: int = 0
+    ) -> int:
         """Prefetch if that is worth it, then lease and load in the apply that settles it -> waiter; ``Wake(waiter, CoreLease)``.
+
+        ``room``: the waiter of a reservation (`room`) that the lease takes pages of first, as long as it is held.
 
         :raises UsageError: ``rid`` has a lease or a pending acquire.
         """
         self._check_owned()
-        return self._waiting.acquire(tokens, rid, deadline_s, priority)
+        return self._waiting.acquire(tokens, rid, deadline_s, priority, room)
 
     def cancel_acquire(self, waiter: int) -> None:
         """Give up a pending acquire, or release the lease it has made (its verdicts are dropped).  Idempotent."""
         self._waiting.cancel_acquire(waiter)
+
+    def room(self, n_tokens: int, deadline_s: float | None = None) -> int:
+        """Wait, in order, for device pages for ``n_tokens`` -> waiter; ``Wake(waiter, CoreRoom)`` when they are reserved.
+
+        ``Wake(waiter, Shortfall)`` after ``deadline_s`` (by the agreed clock), or if that can never be: the pool is smaller, or the
+        cache has degraded.  While somebody waits, leases opened later load and allocate nothing beyond their reservation
+        ("device_capacity").
+
+        :raises UsageError: not a positive count, or a negative deadline.
+        """
+        self._check_owned()
+        return self._waiting.room(n_tokens, deadline_s)
+
+    def leave_room(self, waiter: int) -> None:
+        """Stop waiting, or give back what is left of the reservation.  Idempotent."""
+        self._rooms.leave(waiter)
 
     def stored(self, tokens: Tokens) -> int:
         """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
@@ -392,6 +419,7 @@ class Core:
             held += [job.slots for job in state.jobs.open.values() if job.place == place]
             if place == DEVICE:
                 held += [lease.private_slots() for lease in state.leases.values()]
+                held += [room.slots for room in state.reservations.values()]
             state.pools[place].keep_only(held)
         state.changed = True
 
@@ -410,12 +438,16 @@ class Core:
     def usage(self) -> _usage.Usage:
         """Pages of each tier, nodes, jobs: one frozen struct."""
         return _usage.usage(
-            self.state, self._fetches.staged_pages, len(self._saving.retries), len(self._waiting.acquires)
+            self.state,
+            self._fetches.staged_pages,
+            len(self._saving.retries),
+            len(self._waiting.acquires),
+            self._rooms.waiting,
         )
 
     def state_digest(self) -> int:
         """Digest of the whole state, O(state): for tests.  `log_digest` is what travels."""
-        return _check.state_digest(self.state, self._saving, self._fetches, self._waiting, self._blocks)
+        return _check.state_digest(self.state, self._saving, self._fetches, self._waiting, self._blocks, self._rooms)
 
     def check(self) -> None:
         """Recompute every invariant, O(state): for tests.  AssertionError names the broken one."""

@@ -34,11 +34,13 @@ class CoreLease:
         "holds",
         "loads",
         "number",
+        "order",
         "pages",
         "pin",
         "priority",
         "ready_tokens",
         "rid",
+        "room",
         "tokens",
         "twins",
         "usable_tokens",
@@ -58,6 +60,8 @@ class CoreLease:
         self.closed = self.allocated = False
         self.number = 0  # how many leases there were before; unlike ``rid`` it is never used again
         self.waiter = 0  # of the `acquire` that made it
+        self.order = 0  # of its opening, among leases and waits for room
+        self.room = 0  # the reservation that it takes pages of first
         self.fetched = fetched
         self._page = page
         self._asked_tokens = len(tokens)

@@ -71,6 +71,7 @@ class Leases:
         lease = CoreLease(rid, tokens, priority, state.pins.pin(DEVICE, root), state.page, self.fetches.take(rid))
         lease.number = self._opened
         self._opened += 1
+        lease.order = state.next_order()
         if state.degraded:
             lease.fail("degraded", 0)
         asked = state.pages_asked(tokens)
@@ -176,7 +177,7 @@ class Leases:
             nodes.append(child)
             node, page = child, depth
         if nodes:
-            job_id = self.loads.open(lease.rid, nodes, start)
+            job_id = self.loads.open(lease, nodes, start)
             if isinstance(job_id, Shortfall):
                 lease.left_on_host(self._host_end(lease, asked) - start, job_id.reason)
                 return job_id
@@ -200,9 +201,10 @@ class Leases:
         total = lease.capacity_tokens + n_tokens
         need = -(-total // state.page) - len(lease.pages)
         if need > 0:
-            if not state.make_room(DEVICE, need):
-                return self.loads.device_shortfall(need)
-            lease.pages.frombytes(state.pools[DEVICE].take(need))
+            slots = self.loads.rooms.take(lease, need)
+            if slots is None:
+                return state.device_shortfall(need, self.loads.rooms.within_reach(lease))
+            lease.pages.frombytes(slots)
             lease.allocated = True
         lease.capacity_tokens = total
         state.note(Note.ALLOCATE, need, total, state.text(lease.rid))

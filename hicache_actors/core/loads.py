@@ -6,8 +6,10 @@ The verdict belongs to the load, not to the lease: it is filed here until everyb
 from __future__ import annotations
 
 from hicache_actors.core.jobs import Job
+from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.news import LoadEnd
 from hicache_actors.core.node import Node
+from hicache_actors.core.room import Rooms
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import (
     DEVICE,
@@ -54,20 +56,20 @@ class _Verdict:
 class Loads:
     """Opens loads, applies their RESULT, answers for them."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self, state: State, rooms: Rooms) -> None:
+        self.state, self.rooms = state, rooms
         self.verdicts: dict[int, _Verdict] = {}
 
-    def open(self, rid: str, nodes: list[Node], start: int) -> int | Shortfall:
+    def open(self, lease: CoreLease, nodes: list[Node], start: int) -> int | Shortfall:
         """Load ``nodes`` (host ready, absent on the device, a path that starts at page ``start``, its parents pinned there)."""
         state, tree, pins = self.state, self.state.tree, self.state.pins
         tail = nodes[-1]
         need = tail.end - start
         source = pins.pin(HOST, tail, start)  # first: making room must not take the source
-        if not state.make_room(DEVICE, need):
+        slots = self.rooms.take(lease, need)
+        if slots is None:
             pins.unpin([source])
-            return self.device_shortfall(need)
-        slots = state.pools[DEVICE].take(need)
+            return state.device_shortfall(need, self.rooms.within_reach(lease))
         job = LoadJob(self, start, need)
         state.jobs.add(job)
         for node in nodes:
@@ -76,18 +78,9 @@ class Loads:
         job.pins = [source, pins.pin(DEVICE, tail)]
         job.target = slots
         self.expect(job.id)
-        state.effects.append(StartLoad(job.id, rid, b"".join([node.at[HOST].slots for node in nodes]), slots))
+        state.effects.append(StartLoad(job.id, lease.rid, b"".join([node.at[HOST].slots for node in nodes]), slots))
         state.note(Note.LOAD, job.id, start, need)
         return job.id
-
-    def device_shortfall(self, need: int) -> Shortfall:
-        """Why ``need`` device pages cannot be had, and how many will come free by themselves."""
-        state = self.state
-        jobs = state.jobs.open.values()
-        freeing = state.jobs.own_pages(DEVICE, limbo=True)
-        freeing += state.pins.pages_held_only_by((pin for job in jobs for pin in job.pins), DEVICE)
-        state.count("device_shortfalls")
-        return Shortfall("device_capacity", need - state.available(DEVICE), freeing)
 
     def settle(self, job: LoadJob, pages: int, sound: bool) -> None:
         """RESULT: the first ``pages`` pages are ready, what follows is absent and fails the leases that read or hang below it."""

@@ -16,9 +16,22 @@ from hicache_actors.core.node import PLACES, TIERS, UNSTORED, WAITING, Node
 from hicache_actors.core.order import ORDERS
 from hicache_actors.core.pins import Pins
 from hicache_actors.core.pool import Pool
+from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.core.totals import Totals
 from hicache_actors.core.tree import Tree
-from hicache_actors.core.words import ABSENT, DEVICE, HOST, SLOT_BYTES, TIER_NAMES, Effect, Forget, Phase, Slots, Tokens
+from hicache_actors.core.words import (
+    ABSENT,
+    DEVICE,
+    HOST,
+    SLOT_BYTES,
+    TIER_NAMES,
+    Effect,
+    Forget,
+    Phase,
+    Shortfall,
+    Slots,
+    Tokens,
+)
 
 if TYPE_CHECKING:
     from hicache_actors.core.lease import CoreLease
@@ -91,10 +104,17 @@ class State:
         self.log_digest = 0
         self.decided = 0  # decisions so far
         self.decisions: deque[tuple[int, int, int, int, int]] = deque(maxlen=KEPT_DECISIONS)
+        self.reservations: dict[int, CoreRoom] = {}  # by the waiter that it was given to
+        self._orders = 0
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}
         self.can_write_back: Callable[[Node], bool] = lambda _: False
         self.want_host: Callable[[Node, Tokens | None], None] = lambda _node, _tokens: None
+
+    def next_order(self) -> int:
+        """Who came before whom, among leases and waits for room."""
+        self._orders += 1
+        return self._orders
 
     def note(self, code: int, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Roll a decision into the digest that travels with each round."""
@@ -135,6 +155,14 @@ class State:
     def available(self, place: int) -> int:
         """Pages that `make_room` can provide; exact on the device."""
         return self.pools[place].free + self.tree.evictable[place]
+
+    def device_shortfall(self, need: int, available: int) -> Shortfall:
+        """Why ``need`` device pages cannot be had, and how many will come free by themselves."""
+        jobs = self.jobs.open.values()
+        freeing = self.jobs.own_pages(DEVICE, limbo=True)
+        freeing += self.pins.pages_held_only_by((pin for job in jobs for pin in job.pins), DEVICE)
+        self.count("device_shortfalls")
+        return Shortfall("device_capacity", need - available, freeing)
 
     def make_room(self, place: int, pages: int) -> bool:
         """Evict, in policy order, until ``pages`` slots are free.

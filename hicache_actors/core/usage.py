@@ -15,8 +15,8 @@ from hicache_actors.core.words import DEVICE, HOST, SLOT_BYTES, Account
 class TierUsage(msgspec.Struct, frozen=True):
     """Pages of one tier: ``free + owned + limbo = total``.
 
-    ``owned``: by nodes, leases and running prefetches; ``limbo``: slots that a copy or read may still touch (jobs after their
-    RESULT, strays).  ``evictable`` is a part of ``owned``, exact on the device.
+    ``owned``: by nodes, leases, reservations and running prefetches; ``limbo``: slots that a copy or read may still touch (jobs
+    after their RESULT, strays).  ``evictable`` is a part of ``owned``, exact on the device.
     """
 
     total_pages: int
@@ -29,7 +29,8 @@ class TierUsage(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted.
 
-    ``staged_pages`` are host pages in the hands of prefetches.  ``backlog_nodes``: since a store was attached, how many nodes are
+    ``waiting_rooms`` wait for device pages, ``reserved_pages`` have been granted and not been taken yet.  ``staged_pages`` are
+    host pages in the hands of prefetches.  ``backlog_nodes``: since a store was attached, how many nodes are
     still to be looked at for pages to back up.  ``served`` is the sum of the accounts of all leases that have
     computed and ended (``served_leases``); ``returned_leases`` ended before they computed anything.
     """
@@ -44,6 +45,8 @@ class Usage(msgspec.Struct, frozen=True):
     retries: int
     backlog_nodes: int
     pending_acquires: int
+    waiting_rooms: int
+    reserved_pages: int
     staged_pages: int
     served: Account
     served_leases: int
@@ -55,7 +58,7 @@ def tier_usage(state: State, place: int) -> TierUsage:
     """O(open jobs + leases + pins), whatever the tree holds."""
     owned = state.tree.resident[place] + state.jobs.own_pages(place, limbo=False)
     if place == DEVICE:
-        owned += sum(lease.private_pages for lease in state.leases.values())
+        owned += sum(lease.private_pages for lease in state.leases.values()) + reserved_pages(state)
     strays = sum(len(stray.slots) for stray in state.pins.strays(place)) // SLOT_BYTES
     return TierUsage(
         total_pages=state.pools[place].total,
@@ -66,7 +69,12 @@ def tier_usage(state: State, place: int) -> TierUsage:
     )
 
 
-def usage(state: State, staged_pages: int, retries: int, pending_acquires: int) -> Usage:
+def reserved_pages(state: State) -> int:
+    """Device pages of reservations that nobody has taken yet."""
+    return sum(room.pages for room in state.reservations.values())
+
+
+def usage(state: State, staged_pages: int, retries: int, pending_acquires: int, waiting_rooms: int) -> Usage:
     return Usage(
         device=tier_usage(state, DEVICE),
         host=tier_usage(state, HOST),
@@ -78,6 +86,8 @@ def usage(state: State, staged_pages: int, retries: int, pending_acquires: int) 
         retries=retries,
         backlog_nodes=len(state.backlog),
         pending_acquires=pending_acquires,
+        waiting_rooms=waiting_rooms,
+        reserved_pages=reserved_pages(state),
         staged_pages=staged_pages,
         served=state.totals.account(),
         served_leases=state.totals.served_leases,

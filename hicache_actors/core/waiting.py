@@ -21,13 +21,14 @@ from hicache_actors.errors import UsageError
 class Acquire:
     """A pending acquire: waits for its prefetch, then gets its lease and load in that same section."""
 
-    __slots__ = ("deadline_s", "job", "joined", "priority", "refused", "rid", "started_ms", "tokens")
+    __slots__ = ("deadline_s", "job", "joined", "priority", "refused", "rid", "room", "started_ms", "tokens")
 
     def __init__(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> None:
         self.tokens, self.rid, self.deadline_s, self.priority = tokens, rid, deadline_s, priority
         self.started_ms: int | None = None  # the apply after it was asked: the clock may have rested before
         self.job = 0  # its prefetch; 0: nothing to wait for
         self.joined = False  # somebody else's prefetch
+        self.room = 0  # the reservation that its lease takes pages of
         self.refused: int | None = None  # the host had no room for it when so many prefetches had ended
 
     @property
@@ -61,11 +62,12 @@ class Waiting:
 
     # -- acquire ------------------------------------------------------------------------------------------------------------
 
-    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> int:
+    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int, room: int) -> int:
         self.check_free(rid)
         self._last += 1
         waiter = self._last
         acquire = Acquire(tokens, rid, deadline_s, priority)
+        acquire.room = room
         self._fetch(acquire)
         self.acquires[waiter] = acquire
         self._rids[rid] = waiter
@@ -155,11 +157,11 @@ class Waiting:
         if lease is not None:  # made before Core broke
             return lease
         lease = self.leases.lease(acquire.tokens, acquire.rid, acquire.priority)
-        lease.waiter = waiter
+        lease.waiter, lease.room = waiter, acquire.room
         self._acquired[waiter] = lease
         refused = self.leases.load(lease, None)
         if isinstance(refused, Shortfall) and refused.reason == "device_capacity":
-            fits = self.state.available(DEVICE)
+            fits = self.leases.loads.rooms.within_reach(lease)
             if fits:
                 self.leases.load(lease, fits * self.state.page, limit="device_capacity")
         return lease
@@ -187,6 +189,11 @@ class Waiting:
         self._last += 1
         self.stores[self._last] = Stores(tokens)
         self.state.changed = True
+        return self._last
+
+    def room(self, n_tokens: int, deadline_s: float | None) -> int:
+        self.leases.loads.rooms.ask(self._last + 1, n_tokens, deadline_s)
+        self._last += 1
         return self._last
 
     def drained(self) -> int:

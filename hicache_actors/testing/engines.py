@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-import anyio
 import msgspec
 
 from hicache_actors.api import HiCache
@@ -18,11 +17,12 @@ from hicache_actors.core.words import Account, Shortfall
 from hicache_actors.errors import TransferError
 from hicache_actors.handles import Lease, Load, Prefetch
 from hicache_actors.keys.prompt import Prompt
+from hicache_actors.rooms import Room
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.toy_model import ToyModel
 from hicache_actors.transfer.completions import Completion
 
-BACK_OFF_S = 0.001  #: between two tries for room that running jobs are about to give
+ROOM_S = 10.0  #: how long a request waits for room
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,30 +52,49 @@ class LoopEngine:
         self._threads = threads
 
     async def answer(
-        self, prompt: Prompt, new_tokens: int = 1, *, deadline_s: float | None = 5.0, max_retries: int = 3
+        self,
+        prompt: Prompt,
+        new_tokens: int = 1,
+        *,
+        deadline_s: float | None = 5.0,
+        room_s: float = ROOM_S,
+        max_retries: int = 3,
     ) -> Answer:
         """Prefill ``prompt`` and generate.
 
-        Raises `NoRoom` if the pool cannot hold the request and nothing is about to free a page, and `TransferError` after
+        Raises `NoRoom` if the pool is smaller than the request or has had no room for it for ``room_s``, and `TransferError` after
         ``max_retries`` failed loads.
         """
         retries = 0
         while retries <= max_retries:
-            async with self.cache.acquire(prompt, deadline_s=deadline_s) as lease:
-                refused = lease.allocate(len(prompt) + new_tokens - 1 - lease.usable_tokens)
-                if not isinstance(refused, Shortfall):
-                    token = await self._prefill(prompt, lease)
-                    if token is not None:
-                        lease.commit(len(prompt))
-                        tokens = await self._decode(prompt, lease, token, new_tokens)
-                        return Answer(tokens, lease.account, retries)
-                    retries += 1
-                    continue
-            # Outside the lease: who waits for room holds nothing.
-            if not refused.freeing_pages:
-                raise NoRoom(refused)
-            await anyio.sleep(BACK_OFF_S)
+            served = await self._serve(prompt, new_tokens, deadline_s, retries)
+            if isinstance(served, Shortfall):
+                # Outside the lease: who waits for room holds nothing.
+                async with self.cache.room(len(prompt) + new_tokens - 1, deadline_s=room_s) as room:
+                    if isinstance(room, Shortfall):
+                        raise NoRoom(room)
+                    served = await self._serve(prompt, new_tokens, deadline_s, retries, room)
+                if isinstance(served, Shortfall):
+                    raise NoRoom(served)  # the cache has been reset or has failed under it
+            if served is not None:
+                return served
+            retries += 1
         raise TransferError(f"{retries} loads failed")
+
+    async def _serve(
+        self, prompt: Prompt, new_tokens: int, deadline_s: float | None, retries: int, room: Room | None = None
+    ) -> Answer | Shortfall | None:
+        """One try: None if its load has failed."""
+        async with self.cache.acquire(prompt, deadline_s=deadline_s, room=room) as lease:
+            refused = lease.allocate(len(prompt) + new_tokens - 1 - lease.usable_tokens)
+            if isinstance(refused, Shortfall):
+                return refused
+            token = await self._prefill(prompt, lease)
+            if token is None:
+                return None
+            lease.commit(len(prompt))
+            tokens = await self._decode(prompt, lease, token, new_tokens)
+            return Answer(tokens, lease.account, retries)
 
     async def _prefill(self, prompt: Prompt, lease: Lease) -> int | None:
         """-> the first token, or None if it must not be emitted because the load failed."""

@@ -369,7 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hicache_actors.testing.twins", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="run this many seeds, from --seed on")
     parser.add_argument("--auto", action="store_true", help="one rank with the auto driver")
-    parser.add_argument("--slots", choices=get_args(SlotOwner), default=_DEFAULTS.slots, help="who owns the device slots")
+    parser.add_argument(
+        "--slots", choices=get_args(SlotOwner), default=_DEFAULTS.slots, help="who owns the device slots"
+    )
     for name in _NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULTS, name))
     for name in _FAULTS:

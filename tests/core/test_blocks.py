@@ -69,7 +69,7 @@ def test_pages_that_were_saved_are_found_and_loaded() -> None:
     assert load.events == ("pass",)
     core.apply(0, [(load.job, Phase.RUN, encode_result(3))], [])
     assert core.news.loads == (LoadEnd(given[0], ("r",), LoadResult(40)),)
-    assert core.news.ended == (), "a copy may still run"
+    assert not core.news.ended, "a copy may still run"
     assert core.load_result(load.job) == LoadResult(40)
     core.apply(0, [], [load.job])
     assert core.news.ended == (given[0],)
@@ -84,7 +84,7 @@ def test_a_save_is_named_when_it_is_agreed_and_again_when_it_has_ended() -> None
     assert isinstance(write, StartWriteBack), "one job a section"
     core.apply(0, [(write.job, Phase.RUN, encode_result(12))], [])  # all of the first, two of the second
     assert core.news.saves == (SaveEnd(first, "maker", 10), SaveEnd(second, "b", 2, 0, "save_failed"))
-    assert core.news.ended == ()
+    assert not core.news.ended
     core.apply(0, [], [write.job])
     assert core.news.ended == (first, second)
     assert core.lookup(Toks(range(100, 121)), "r") == 8
@@ -331,7 +331,7 @@ def test_degraded_names_everything_and_finds_nothing() -> None:
     core.check()
     assert [end.result for end in core.news.loads] == [LoadResult(0, "degraded")]
     assert core.news.saves == (SaveEnd(pending, "b", 0, 0, "degraded"),)
-    assert core.news.ended == (), "copies may still run"
+    assert not core.news.ended, "copies may still run"
     assert core.lookup(A, "r") == 0
     assert core.load_into("r", [1], 0) == Shortfall("degraded", 1) if core._blocks.looks["r"].found_pages else True
     late = save(core, A)

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_actors import ConfigError, HiCache, Shortfall, UsageError
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.core.news import StepNews
+from hicache_actors.core.news import LoadEnd, SaveEnd, StepNews
 from hicache_actors.keys.scope import Scope
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.testing.block_engine import BlockEngine
@@ -85,7 +85,8 @@ async def test_begin_step_names_what_was_agreed() -> None:
             small.model.forward(asked, range(5), 0, len(asked))
             save_id = cache.save_from(asked, "r", [0, 1, 2, 3], 0, after=None)
             cache.end_step()
-            saves, ended = [], []
+            saves: list[SaveEnd] = []
+            ended: list[str] = []
             while cache.needs_step:
                 news = cache.begin_step()
                 saves += news.saves
@@ -99,7 +100,8 @@ async def test_begin_step_names_what_was_agreed() -> None:
             assert not isinstance(load, Shortfall)
             cache.end_step()
             assert all(load.wait(layer, 5.0) for layer in range(SHAPE.layers))
-            loads, ended = [], []
+            loads: list[LoadEnd] = []
+            ended = []
             while cache.needs_step:
                 news = cache.begin_step()
                 loads += news.loads
