@@ -124,7 +124,8 @@ class SimRank:
             ("write", Fault.FAIL): 0.01,
             ("write", Fault.LOSE): 0.01,
         }
-        self._hanging = Hanging(Faulty(self.objects, at_random(seed, rates)), ("exists", "read", "write"))
+        self.faulty = Faulty(self.objects, at_random(seed, rates))
+        self._hanging = Hanging(self.faulty, ("exists", "read", "write"))
         self._hanging.release()
         return Slow(self._hanging, 0.001, object_s=0.0005, jitter_s=self.local.choice((0.0, 0.002, 0.02)), seed=seed)
 

@@ -1,0 +1,110 @@
+"""Reports from the field on several ranks, by number, in virtual time: each is a world that hung or split an engine.
+
+Whatever the world, the harness holds every rank to the same decisions after every step (free pages, jobs, accounts and every answer
+included), to right bytes, and to whole pools at the end; a test adds what its report is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hicache_actors.backends.wrappers import Fault, at_random
+from hicache_actors.errors import TransferError
+from hicache_actors.testing.ranks import RankHarness, RankOptions, SimRank
+
+SEEDS = range(3)
+
+
+def runs(
+    attach: Callable[[SimRank], None] | None = None, *, ranks: int = 2, lag: int = 1, steps: int = 40
+) -> list[RankHarness]:
+    options = [RankOptions(seed=seed, ranks=ranks, lag=lag, steps=steps, trouble="none") for seed in SEEDS]
+    done = [RankHarness(each, attach=attach).run() for each in options]
+    for harness in done:
+        assert harness.stats["tokens"], "an engine that serves nothing shows nothing"
+        first, *others = harness.network.collectives
+        assert all(other == first for other in others), "each rank has issued as many collectives as the others"
+        assert first["round"] <= harness.ranks[0].engine.steps + 8, "one a step, and a few at the start"
+    return done
+
+
+def least_pages(harness: RankHarness) -> None:
+    """What was offered differs, what is used does not, and the smallest counts."""
+    offered = [rank.cache.kv.pages for rank in harness.ranks]
+    totals = {rank.cache.core.usage().device.total_pages for rank in harness.ranks}
+    assert totals == {min(offered)}
+
+
+def test_b001_less_device_room_on_one_rank_admits_the_same_requests() -> None:
+    for harness in runs(ranks=4):
+        least_pages(harness)
+
+
+def test_b002_a_rank_without_pending_writes_makes_the_same_rounds() -> None:
+    def fail_write_backs(rank: SimRank) -> None:
+        if rank.number == 0:
+            rank.device.fail_next(TransferError("no write ends well here"), works=1000, stream="write_back")
+
+    for harness in runs(fail_write_backs):
+        assert harness.stats["host"] == harness.stats["storage"] == 0  # nothing was written on all ranks
+
+
+def test_b003_a_prefetch_that_one_rank_cannot_serve_is_served_with_the_smallest_prefix() -> None:
+    def find_nothing(rank: SimRank) -> None:
+        if rank.number == 3:
+            rank.faulty.schedule = lambda access: Fault.MISS if access.verb == "exists" else None
+
+    for harness in runs(find_nothing, ranks=4):
+        assert harness.stats["storage"] == 0
+        assert harness.ranks[0].cache.core.counts["prefetches"] > 0
+
+
+def test_b005_completions_of_a_later_stage_retire_in_the_same_steps() -> None:
+    def slow_second_stage(rank: SimRank) -> None:
+        if rank.number >= 1:
+            rank.device.throttle(None, 0.05)
+            rank.slow_store(0.2)
+
+    runs(slow_second_stage, lag=2)
+
+
+def test_b007_a_page_less_on_one_rank_loads_the_same_pages() -> None:
+    harnesses = runs(ranks=2)
+    assert any(len({rank.cache.kv.pages for rank in harness.ranks}) > 1 for harness in harnesses)
+    for harness in harnesses:
+        least_pages(harness)
+
+
+def test_b008_a_hit_that_was_agreed_is_not_taken_away_by_pressure_on_one_rank() -> None:
+    def reads_are_slow_here(rank: SimRank) -> None:
+        if rank.number == 1:
+            rank.slow_store(0.15)
+
+    # The engine checks each prefix that it was promised, and the harness that all ranks were promised the same.
+    served = sum(harness.stats["host"] + harness.stats["storage"] for harness in runs(reads_are_slow_here))
+    assert served > 0
+
+
+def test_b010_random_delays_change_no_free_count() -> None:
+    def delays(rank: SimRank) -> None:
+        rank.device.throttle(None, rank.local.uniform(0.0, 0.05))
+        rank.slow_store(rank.local.uniform(0.0, 0.05))
+
+    for harness in runs(delays, steps=150):
+        assert harness.ranks[0].engine.steps >= 150
+
+
+def test_b011_acknowledgements_that_differ_leave_no_lock_behind() -> None:
+    def fail_a_quarter(rank: SimRank) -> None:
+        if rank.number == 1:
+            rank.faulty.schedule = at_random(rank.options.seed, {("write", Fault.FAIL): 0.25})
+
+    for harness in runs(fail_a_quarter, steps=80):
+        for rank in harness.ranks:
+            rank.cache.core.check()
+        assert harness.ranks[1].faulty.injected["write_fail"] > 0
+
+
+def test_b013_ranks_that_share_no_host_hit_storage() -> None:
+    # Nothing but messages passes between them: each has a store of its own.
+    assert sum(harness.stats["storage"] for harness in runs()) > 0
