@@ -56,6 +56,7 @@ class HostMemory:
         self._layers, self._raw = _views(mapping, layout, slots)
         rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)
         self._magic: NDArray[np.uint8] | None = rows[:, :MAGIC_BYTES]
+        self._used = np.zeros(slots, dtype=np.bool_)
 
     @property
     def shape(self) -> KVShape:
@@ -78,11 +79,17 @@ class HostMemory:
         return self._run(slot, self.layout.header_bytes)
 
     def clear_headers(self, slots: Slots) -> None:
-        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing for raw objects."""
+        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing for raw objects.
+
+        A slot that is cleared for the first time is not touched: it is zero, and the kernel takes up to milliseconds to make it so.
+        Whoever fills it pays for that, in a thread.
+        """
         if self._magic is None:
             raise StoppedError("the host memory is closed")
         if self.layout.header_bytes:
-            self._magic[np.frombuffer(slots, dtype=np.uint32)] = 0
+            which = np.frombuffer(slots, dtype=np.uint32)
+            self._magic[which[self._used[which]]] = 0
+            self._used[which] = True
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """(K, V), or (latent,): strided views [slots, page_size, heads, head_dim] of all slots."""

@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 
+from hicache_actors.core.words import pack_slots
 from hicache_actors.errors import ConfigError, StoppedError
 from hicache_actors.memory import host as host_module
-from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.host import MAGIC_BYTES, HostMemory
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
 
@@ -98,3 +99,14 @@ def test_a_dropped_pool_leaves_no_mapping() -> None:
     del host
     gc.collect()
     assert mapping() is None
+
+
+def test_headers_are_cleared_when_slots_are_given_again() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 3)
+    slots = pack_slots([2, 0])
+    host.clear_headers(slots)
+    for slot in range(3):
+        host.header(slot)[:MAGIC_BYTES] = b"x" * MAGIC_BYTES
+    host.clear_headers(slots)
+    magic = [bytes(host.header(slot)[:MAGIC_BYTES]) for slot in range(3)]
+    assert magic == [bytes(MAGIC_BYTES), b"x" * MAGIC_BYTES, bytes(MAGIC_BYTES)]
