@@ -62,7 +62,7 @@ class ToyModel:
     def _rows(self, digests: NDArray[np.uint64], layer: int, kind: int, like: torch.Tensor) -> torch.Tensor:
         # Whole numbers below 128 are exact in every dtype that a cache holds.
         values = (digests * np.uint64(2 * layer + kind + 3) >> np.uint64(40)) % np.uint64(127)
-        rows = torch.from_numpy(values.astype(np.int64)).to(like.dtype)
+        rows = torch.from_numpy(values.astype(np.int64)).to(like.device, like.dtype)
         return rows[:, None, None].expand(-1, like.shape[2], like.shape[3])
 
 
