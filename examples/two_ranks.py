@@ -17,8 +17,7 @@ from collections import Counter
 import anyio.to_thread
 import torch.distributed as dist
 
-from hicache_actors import Config, HiCache, HostConfig, KVShape, KVTensors, ModelFacts, Prompt, StorageConfig
-from hicache_actors.ranks.group import RankGroup
+from hicache_actors import Config, HiCache, HostConfig, KVShape, KVTensors, ModelFacts, Prompt, RankGroup, StorageConfig
 from hicache_actors.testing.engines import StepEngine
 from hicache_actors.testing.toy_model import ToyModel
 

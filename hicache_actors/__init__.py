@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hicache_actors.memory.kv import KVTensors
     from hicache_actors.memory.shapes import KVShape
     from hicache_actors.observer import BatchEnd, CommitEnd
+    from hicache_actors.ranks.group import RankGroup
 
 _HOMES: Final = {
     "api": ("HiCache",),
@@ -60,6 +61,7 @@ _HOMES: Final = {
     "memory.kv": ("KVTensors",),
     "memory.shapes": ("KVShape",),
     "observer": ("BatchEnd", "CommitEnd"),
+    "ranks.group": ("RankGroup",),
 }
 _HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -88,6 +90,7 @@ __all__ = [
     "PeerError",
     "Prefetch",
     "Prompt",
+    "RankGroup",
     "Scope",
     "ShapeConfig",
     "Shortfall",
