@@ -346,6 +346,11 @@ class Prefetch:
         return self._agreed() or 0
 
     @property
+    def reason(self) -> str | None:
+        """Why not all that was asked for has come, once that is agreed: "not_cached", "host_capacity", "fetch_incomplete", ...  Owner thread."""
+        return None if self._job is None else self._inside.core.prefetch_reason(self._job.job)
+
+    @property
     def arrived_tokens(self) -> int:
         """Tokens that have arrived here so far: local progress, for display only."""
         return 0 if self._job is None else self._job.arrived_pages * self._inside.core.page_size

@@ -309,6 +309,11 @@ class Core:
         outcome = self._fetches.outcomes.get(job)
         return None if outcome is None else outcome.pages * self.config.page_size
 
+    def prefetch_reason(self, job: int) -> str | None:
+        """Why a prefetch that has ended has not brought all; of the last few thousand, else None."""
+        outcome = self._fetches.outcomes.get(job)
+        return None if outcome is None else outcome.reason
+
     # -- waiters ------------------------------------------------------------------------------------------------------------
 
     def acquire(

@@ -35,9 +35,7 @@ def kv_shape_of(config: Any, *, page_size: int = 64, dtype: str | None = None) -
     latent_dim = latent_dim_of(text)
     if latent_dim is not None:
         row_dim = latent_dim + text.qk_rope_head_dim
-        return KVShape(
-            layers=text.num_hidden_layers, kv=1, heads=1, head_dim=row_dim, dtype=dtype, page_size=page_size
-        )
+        return KVShape(layers=text.num_hidden_layers, kv=1, heads=1, head_dim=row_dim, dtype=dtype, page_size=page_size)
     return KVShape(
         layers=text.num_hidden_layers, kv=2, heads=kv_heads, head_dim=head_dim, dtype=dtype, page_size=page_size
     )

@@ -9,7 +9,7 @@ import pytest
 from hicache_actors import Prompt, TransferError
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Fault, Faulty, Verb, at_random
+from hicache_actors.backends.wrappers import Fault, Faulty, Slow, Verb, at_random
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 
 from .kit import Serving, answer, eventually, model_of, replayed, serving, tokens
@@ -25,6 +25,24 @@ def submitted(engine: ServingEngine, ids: list[int], n: int, rid: str) -> Genera
     generation = engine.submit(ids, max_new_tokens=n, rid=rid)
     assert isinstance(generation, Generation)
     return generation
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+async def test_b101_who_found_no_room_for_its_fetch_asks_again(driver: DriverKind) -> None:
+    """Given four stored prompts, each of which needs all the host memory that fetches may have.
+    When all are asked for at once.
+    Then each is served from storage: who finds the memory in the hands of others asks again when they are done."""
+    model = model_of("llama")
+    memory, prompts = MemoryBackend(), [tokens(seed, 32 * 8 + 1) for seed in range(1, 5)]
+    async with serving(model, pages=160, host_pages=200, backend=memory, driver=driver) as s:
+        wanted = [await answer(s.engine, prompt, 2) for prompt in prompts]
+        for prompt in prompts:
+            assert (await s.cache.stored(Prompt(prompt), 30.0)).tokens == 32 * 8
+    async with serving(model, pages=160, host_pages=64, backend=Slow(memory, 0.02), driver=driver) as s:
+        generations = [submitted(s.engine, prompt, 2, f"r{n}") for n, prompt in enumerate(prompts)]
+        assert [[token async for token in generation] for generation in generations] == wanted
+        accounts = [(await generation.finished()).account for generation in generations]
+        assert [account.storage for account in accounts if account] == [32 * 8] * 4
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

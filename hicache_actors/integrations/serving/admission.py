@@ -65,10 +65,12 @@ class Admission:
                 break
             if request.prefetch is None or not request.prefetch.settled or self._follows(request, holders):
                 continue
-            if self._has_lost_pages(request):
+            if self._has_lost_pages(request) or self._lacked_room(request):
                 self._prefetch(request)
                 if not request.prefetch.settled:
                     continue
+            if request.crowded:
+                continue
             if not self._lease(request, len(holders)):
                 self.freed = False
                 self._next_try_s = time.monotonic() + _RETRY_S
@@ -92,6 +94,7 @@ class Admission:
         request.covered_tokens = self.cache.match(request.prompt).host
         request.prefetch = self.cache.prefetch(request.prompt, request.rid, deadline_s=self.config.fetch_deadline_s)
         request.fetches += 1
+        request.crowded = False
         if not request.prefetch.settled:
             self._watch(request.prefetch.wait)
 
@@ -102,6 +105,23 @@ class Admission:
             return False
         covered = request.covered_tokens + request.prefetch.agreed_tokens
         return self.cache.match(request.prompt).host < min(covered, len(request.prompt) - self._page_size)
+
+    def _lacked_room(self, request: Request) -> bool:
+        """Whether storage is asked again, for the host had no room beside what others fetched.
+
+        It is ``crowded``, and waits, while one that came before it still fetches.
+        """
+        assert request.prefetch is not None
+        refused = request.prefetch.reason == "host_capacity" and not request.prefetch.agreed_tokens
+        if not refused or request.fetches >= _MOST_FETCHES:
+            request.crowded = False
+            return False
+        waited, request.crowded = request.crowded or request.fetches == 1, self._fetching_before(request)
+        return waited and not request.crowded
+
+    def _fetching_before(self, request: Request) -> bool:
+        before = (other for other in self.waiting if other.number < request.number)
+        return any(other.prefetch is not None and not other.prefetch.settled for other in before)
 
     def _follows(self, request: Request, holders: Sequence[Request]) -> bool:
         """Whether a running request is about to compute pages that this one could use."""

@@ -42,6 +42,7 @@ class Request:
         self.prefetch: Prefetch | None = None
         self.covered_tokens = 0  #: on device and host when its pages were last asked for
         self.fetches = 0  #: of this admission
+        self.crowded = False  #: it waits for the fetches of others to leave room for its own
         self.lease: Lease | None = None
         self.load: Load | None = None  #: not agreed yet
         self.launched_tokens = self.computed_tokens = self.committed_pages = 0
