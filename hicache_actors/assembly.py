@@ -222,7 +222,12 @@ class Plan(NamedTuple):
             except BaseException:
                 self.memory.close()
                 raise
-        return Parts(*self, link, group)
+        try:
+            return Parts(*self, link, group)
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
 
 
 def plan(
