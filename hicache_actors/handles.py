@@ -347,7 +347,7 @@ class Prefetch:
 
     @property
     def reason(self) -> str | None:
-        """Why not all that was asked for has come, once that is agreed: "not_cached", "host_capacity", "fetch_incomplete", ...  Owner thread."""
+        """Why not all that was asked for has come ("not_cached", "host_capacity", ...), once that is agreed.  Owner thread."""
         return None if self._job is None else self._inside.core.prefetch_reason(self._job.job)
 
     @property
