@@ -109,6 +109,8 @@ def _call(callback: Callable[[], object]) -> None:
 
 def check_event(event: object) -> None:
     """Raises `UsageError` for what is no event.  Does not ask it."""
+    if isinstance(event, Completion):  # nearly all are; to ask whether a class has a protocol's methods takes 10 us
+        return
     if not isinstance(event, Queryable | threading.Event | concurrent.futures.Future):
         raise UsageError(
             f"{event!r} is no event: needs query() -> bool (torch.cuda.Event, a Ticket), threading.Event or "
@@ -118,6 +120,8 @@ def check_event(event: object) -> None:
 
 def has_fired(event: object) -> bool:
     """Ask once.  Raises `UsageError` for what is no event, and whatever the event's own ``query`` raises."""
+    if isinstance(event, Completion):
+        return event.query()
     check_event(event)
     if isinstance(event, Queryable):
         return event.query()
@@ -132,7 +136,7 @@ def notify(event: object, callback: Callable[[], None]) -> bool:
 
     The callback runs on whichever thread finishes the event, or at once on this one.
     """
-    if isinstance(event, Notifying):
+    if isinstance(event, Completion | Notifying):
         event.add_callback(callback)
     elif isinstance(event, concurrent.futures.Future):
         event.add_done_callback(lambda _: callback())
@@ -155,7 +159,7 @@ async def fired(event: object) -> BaseException | None:
         else:
             while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
                 await asyncio.sleep(POLL_S)
-    return event.error if isinstance(event, Ending) else None
+    return event.error if isinstance(event, Completion | Ending) else None
 
 
 async def all_fired(events: Iterable[object]) -> BaseException | None:
