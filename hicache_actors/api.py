@@ -24,6 +24,7 @@ from hicache_actors.blocks_api import BlockVerbs
 from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
 from hicache_actors.core.config import SlotOwner
+from hicache_actors.core.explain import Explanation
 from hicache_actors.core.news import StepNews
 from hicache_actors.core.words import Match, Shortfall, Slots
 from hicache_actors.cuda_ext.device import Device
@@ -311,6 +312,19 @@ class HiCache(BlockVerbs, RankVerbs):
     def host_objects(self, slots: Slots) -> list[memoryview]:
         """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots."""
         return self._parts.host_tier.objects(slots)
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Where each span of ``prompt`` is, or why it is nowhere (evicted when and for whom, another scope, ...); ``str()`` is for
+        people.  Changes nothing.  Core's owner thread, as for `match`; costs what the prompt's path costs.
+        """
+        self.driver.check_owner()
+        explanation = self.core.explain(prompt)
+        storage = self._parts.storage_tier.usage()
+        if storage is None or explanation.fetch_refused is not None:
+            return explanation
+        if any(lane.breaker.state == "open" for direction, lane in storage.lanes.items() if direction != "write"):
+            return msgspec.structs.replace(explanation, fetch_refused="breaker_open")
+        return explanation
 
     @property
     def state(self) -> State:

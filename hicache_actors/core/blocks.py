@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hicache_actors.core.evictions import Cause
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.leases import Leases
@@ -323,6 +324,7 @@ class Blocks:
         state, tree = self.state, self.state.tree
         present, wanted = page - args.start, args.start + len(args.blocks) - page
         held = state.pins.lock_path(HOST, tree.path(node, 0))  # making room must not take the path's own pages
+        state.cause = Cause("save", args.rid)
         state.make_room(HOST, wanted)
         state.pins.unlock_path(HOST, held)
         n_pages = min(wanted, state.pools[HOST].free)

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from hicache_actors.core import check as _check
+from hicache_actors.core import explain as _explain
 from hicache_actors.core import usage as _usage
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.config import CoreConfig
+from hicache_actors.core.explain import Explanation
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
 from hicache_actors.core.lease import CoreLease
@@ -416,6 +418,7 @@ class Core:
     def _forget_all(self, failure: Failure) -> None:
         state = self.state
         state.epoch += 1
+        state.evictions.reset(state.now_ms)
         self._leases.fail_all(failure)
         state.pins.lose_everything()
         self._saving.forget()
@@ -439,6 +442,10 @@ class Core:
             self.state.tree.cut_garbage()
 
     # -- looking ------------------------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens) -> Explanation:
+        """Where each span of the prompt is, or why it is nowhere.  Changes nothing."""
+        return _explain.explain(self.state, tokens)
 
     def usage(self) -> _usage.Usage:
         """Pages of each tier, nodes, jobs: one frozen struct."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hicache_actors.core.evictions import Cause
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.node import STORED, Node
 from hicache_actors.core.state import Note, State
@@ -211,6 +212,7 @@ class Fetches:
             return self._decline(job, "reset")
         if hit < least:
             return self._decline(job, "below_threshold" if hit else "not_cached")
+        state.cause = Cause("fetch", next(iter(job.rids)))
         if pages >= least and not state.make_room(HOST, pages):
             pages = state.pools[HOST].free
         if pages < least:

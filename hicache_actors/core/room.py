@@ -7,11 +7,16 @@ beyond their own reservation, so nobody overtakes and nobody starves.
 
 from __future__ import annotations
 
+from typing import Final
+
+from hicache_actors.core.evictions import Cause
 from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import DEVICE, Shortfall, Slots, Wake
 from hicache_actors.errors import UsageError
+
+_ROOM: Final = Cause("room")
 
 
 class _Wait:
@@ -54,6 +59,7 @@ class Rooms:
         state = self.state
         for waiter, wait in list(self._waiting.items()):
             refused = self._refusal(wait)
+            state.cause = _ROOM
             if refused is None and self._is_first(waiter) and state.make_room(DEVICE, wait.pages):
                 room = state.reservations[waiter] = CoreRoom(waiter, state.pools[DEVICE].take(wait.pages))
                 self._end(waiter, wait, "rooms_granted", room)
@@ -100,6 +106,7 @@ class Rooms:
         state = self.state
         own = min(pages, self._reserved(lease))
         rest = pages - own
+        state.cause = Cause("request", lease.rid)
         if rest and (self._must_wait(lease) or not state.make_room(DEVICE, rest)):
             return None
         slots = state.pools[DEVICE].take(rest)

@@ -8,6 +8,9 @@ backup opens when its write-back is agreed; what it could not store is tried aga
 
 from __future__ import annotations
 
+from typing import Final
+
+from hicache_actors.core.evictions import Cause
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.pins import Pin
@@ -29,6 +32,7 @@ from hicache_actors.core.words import (
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
+_WRITE_BACK: Final = Cause("write_back")
 
 
 class Range:
@@ -176,6 +180,7 @@ class Saving:
         """Reserve host slots for consecutive nodes, or for the first pages of them -> True if it was all."""
         state, tree, pins = self.state, self.state.tree, self.state.pins
         start, end = tree.start(run[0]), run[-1].end
+        state.cause = _WRITE_BACK
         state.make_room(HOST, end - start)
         room = state.pools[HOST].free
         whole = room >= end - start

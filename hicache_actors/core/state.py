@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_actors.core.config import CoreConfig
+from hicache_actors.core.evictions import Cause, Evictions
 from hicache_actors.core.jobs import Job, Jobs
 from hicache_actors.core.news import News
 from hicache_actors.core.node import PLACES, TIERS, UNSTORED, WAITING, Node
@@ -93,6 +94,8 @@ class State:
         self.jobs = Jobs(config.table_slots, config.table_rows)
         self.effects: list[Effect] = []
         self.news = News()
+        self.evictions = Evictions()
+        self.cause = Cause("request")  # who makes room now
         self.counts: dict[str, int] = {}
         self.totals = Totals()
         self.now_ms = 0
@@ -220,6 +223,7 @@ class State:
     def _evict(self, node: Node, place: int) -> None:
         tree, residency, parent = self.tree, node.at[place], node.parent
         pages = len(residency.slots) // SLOT_BYTES
+        self.evictions.remember(node, pages, place, self.now_ms, self.cause)
         tree.evictable[place] -= pages
         tree.resident[place] -= pages
         residency.slots, residency.state = b"", ABSENT
