@@ -11,13 +11,14 @@ a new store lacks in `backlog`, blocks of the engine's own in `blocks`, waiters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from hicache_actors.core import check as _check
 from hicache_actors.core import explain as _explain
 from hicache_actors.core import usage as _usage
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
+from hicache_actors.core.calls import BlockCalls, RoomCalls
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.explain import Explanation
 from hicache_actors.core.fetch import Fetches
@@ -45,10 +46,9 @@ from hicache_actors.core.words import (
     Tokens,
     decode_result,
 )
-from hicache_actors.errors import UsageError
 
 
-class Core:
+class Core(BlockCalls, RoomCalls):
     """See the module.  Counts of hits are in tokens, cumulative, multiples of ``page_size``."""
 
     def __init__(self, config: CoreConfig) -> None:
@@ -201,7 +201,7 @@ class Core:
 
         :raises UsageError: ``rid`` has a lease or a pending acquire already.
         """
-        self._check_owned()
+        self.state.check_owned()
         self._waiting.check_free(rid)
         lease = self._leases.lease(tokens, rid, priority, blank=blank)
         lease.room = room
@@ -257,45 +257,6 @@ class Core:
         self._leases.release(lease, after)
         self._waiting.on_release(lease)
 
-    # -- blocks of the engine's own: ``slots="engine"`` ---------------------------------------------------------------------
-
-    def lookup(self, tokens: Tokens, rid: str, computed_tokens: int = 0) -> int | None:
-        """Tokens of the prompt beyond ``computed_tokens`` that the host holds, pinned until `finish`; may be asked again.
-
-        None: a fetch is under way, ask again.  One token is always left to compute.
-
-        :raises UsageError: ``computed_tokens`` is not a multiple of the page size within the prompt.
-        """
-        return self._blocks.lookup(tokens, rid, computed_tokens)
-
-    def load_into(
-        self, rid: str, pages: Sequence[int], first_token: int, after: object | None = None
-    ) -> tuple[str, int] | Shortfall:
-        """Copy what `lookup` has found, from ``first_token`` on, into blocks ``pages`` once ``after`` has fired -> (id, job).
-
-        The blocks are the engine's again when the id has been named ended.  A `Shortfall` ("reset", "load_failed": what was found
-        has gone since; "degraded") has taken none of them.
-
-        :raises UsageError: no lookup, beyond what it found, not the start of a page, or no such block.
-        """
-        return self._blocks.load_into(rid, pages, first_token, after)
-
-    def save_from(
-        self, tokens: Tokens, rid: str, pages: Sequence[int], first_token: int, after: object | None = None
-    ) -> str:
-        """Save what the host lacks of whole pages that blocks ``pages`` hold from ``first_token`` on, once ``after`` has fired.
-
-        -> id; the blocks are the engine's again when it has been named ended, also those that needed no copy.  Give all pages from
-        token 0: if the host has lost what is before ``first_token``, nothing is saved ("gap").
-
-        :raises UsageError: not the start of a page, more than the prompt's whole pages, or no such block.
-        """
-        return self._blocks.save_from(tokens, rid, pages, first_token, after)
-
-    def finish(self, rid: str, after: object | None = None) -> None:
-        """End what `lookup` has pinned, at once or when ``after`` has fired.  Idempotent; loads and saves run on."""
-        self._blocks.finish(rid, after)
-
     # -- storage ------------------------------------------------------------------------------------------------------------
 
     def prefetch(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int | None:
@@ -327,28 +288,12 @@ class Core:
 
         :raises UsageError: ``rid`` has a lease or a pending acquire.
         """
-        self._check_owned()
+        self.state.check_owned()
         return self._waiting.acquire(tokens, rid, deadline_s, priority, room)
 
     def cancel_acquire(self, waiter: int) -> None:
         """Give up a pending acquire, or release the lease it has made (its verdicts are dropped).  Idempotent."""
         self._waiting.cancel_acquire(waiter)
-
-    def room(self, n_tokens: int, deadline_s: float | None = None) -> int:
-        """Wait, in order, for device pages for ``n_tokens`` -> waiter; ``Wake(waiter, CoreRoom)`` when they are reserved.
-
-        ``Wake(waiter, Shortfall)`` after ``deadline_s`` (by the agreed clock), or if that can never be: the pool is smaller, or the
-        cache has degraded.  While somebody waits, leases opened later load and allocate nothing beyond their reservation
-        ("device_capacity").
-
-        :raises UsageError: not a positive count, or a negative deadline.
-        """
-        self._check_owned()
-        return self._waiting.room(n_tokens, deadline_s)
-
-    def leave_room(self, waiter: int) -> None:
-        """Stop waiting, or give back what is left of the reservation.  Idempotent."""
-        self._rooms.leave(waiter)
 
     def stored(self, tokens: Tokens) -> int:
         """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
@@ -410,10 +355,6 @@ class Core:
             else:
                 state.to_limbo(job)
         state.note(Note.DEGRADE)
-
-    def _check_owned(self) -> None:
-        if self.state.engine_owned:
-            raise UsageError("the engine owns its blocks here: lookup, load_into, save_from and finish, no leases")
 
     def _forget_all(self, failure: Failure) -> None:
         state = self.state

@@ -33,6 +33,7 @@ from hicache_actors.core.words import (
     Slots,
     Tokens,
 )
+from hicache_actors.errors import UsageError
 
 if TYPE_CHECKING:
     from hicache_actors.core.lease import CoreLease
@@ -136,6 +137,11 @@ class State:
     def pages_asked(self, tokens: Tokens) -> int:
         """Pages that a match, lease or prefetch looks at: one token is always left to compute."""
         return max(0, (len(tokens) - 1) // self.page)
+
+    def check_owned(self) -> None:
+        """Raises `UsageError` where the engine owns its blocks: no lease is to be had there."""
+        if self.engine_owned:
+            raise UsageError("the engine owns its blocks here: lookup, load_into, save_from and finish, no leases")
 
     # -- jobs ---------------------------------------------------------------------------------------------------------------
 
