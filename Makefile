@@ -29,7 +29,7 @@ test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 test-crash: $(STAMP) ## kill writers of the file store at 100 random points, and look at every object afterwards
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py $(TEST_ARGS)
 
-test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 10 minutes on two cores)
+test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
 
 test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
