@@ -22,6 +22,7 @@ from hicache_actors.ranks.link import RankLink
 from hicache_actors.testing.processes import crew, free_port, group_of
 from hicache_actors.testing.small import SHAPE, prompt, small_config
 
+LIMIT_S: Final = 600.0
 STEP_S: Final = 0.01
 SIZES: Final = (2, 4)
 JOBS: Final = (1, 200)
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace, *, quiet: bool = True) -> dict[str, Any]:
             for kind in get_args(TransportKind):
                 if not quiet:
                     print(f"  {size} ranks over {kind} ...", file=sys.stderr, flush=True)
-                of_ranks = ranks.run(measure, size, free_port(), kind, 8 if options.quick else 1)
+                part = 8 if options.quick else 1
+                of_ranks = ranks.run(measure, size, free_port(), kind, part, limit_s=LIMIT_S)
                 worst = max(each.pop("idle_cpu_percent") for each in of_ranks)
                 figures[kind][f"{size}_ranks"] = of_ranks[0] | {"idle_cpu_percent": worst}
     return figures

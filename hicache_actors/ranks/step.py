@@ -164,7 +164,7 @@ class StepDriver(Driver):
         else:
             self._intake.post(intent, told)
             if self._peers_lost:  # meanwhile
-                self._admitted += self._intake.give_up()
+                self._inbox.extend(self._intake.give_up())
         self.board.tell()
 
     def intake_bytes(self) -> bytes:

@@ -7,6 +7,7 @@ all others by closing theirs.  A thread with an event loop of its own moves the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import threading
 from array import array
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _HEAD: Final = struct.Struct("<BQI")  # kind, number of the operation, bytes that follow
 _HELLO, _REDUCE, _BROADCAST = 0, 1, 2
 _LONGEST_HELLO: Final = 4096
+_GREETING_S: Final = 2.0  #: a hub that is closing may accept and never answer
 _RETRY_S: Final = 0.02  #: between two tries to reach a hub that is not up yet
 
 
@@ -63,11 +65,11 @@ class TcpTransport:
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def _issue(self, kind: int, data: bytes, deadline_s: float) -> Flight[Any]:
-        if self._lost is not None:
+        number = self._numbers[kind] + 1
+        if self._lost is not None and (kind, number) not in self._early:
             raise PeerError(str(self._lost)) from self._lost
-        self._numbers[kind] += 1
+        self._numbers[kind] = number
         future: Future[Any] = Future()
-        number = self._numbers[kind]
         self._loop.call_soon_threadsafe(self._start, kind, number, data, future, deadline_s)
         return FutureFlight(future)
 
@@ -80,6 +82,9 @@ class TcpTransport:
             self._loop.close()
 
     def _start(self, kind: int, number: int, data: bytes, future: Future[Any], deadline_s: float) -> None:
+        if (kind, number) in self._early:  # it has come, whatever has become of its sender since
+            future.set_result(self._early.pop((kind, number)))
+            return
         if self._lost is not None:
             future.set_exception(self._lost)
             return
@@ -95,8 +100,6 @@ class TcpTransport:
             for peer in self._writers:
                 self._send(peer, kind, number, data)
             self._end(kind, number, data)
-        elif (kind, number) in self._early:
-            self._end(kind, number, self._early.pop((kind, number)))
 
     def _reduce(self, number: int, rank: int, data: bytes) -> None:
         vectors = self._arrived.setdefault(number, {})
@@ -131,13 +134,13 @@ class TcpTransport:
         """All flights fail, now and later; closing the streams tells the peers."""
         if self._lost is None:
             self._lost = why
+        if self._server is not None:
+            self._server.close()  # before anybody hears of it: the next epoch may listen at the same address
+        for writer in self._writers.values():
+            writer.close()
         flights, self._flights = self._flights, {}
         for future in flights.values():
             future.set_exception(self._lost)
-        for writer in self._writers.values():
-            writer.close()
-        if self._server is not None:
-            self._server.close()
         if stop:
             for task in self._tasks:
                 task.cancel()
@@ -151,7 +154,7 @@ class TcpTransport:
             if self.rank:
                 reader, writer = await self._connect(host, port)
                 self._writers[0] = writer
-                self._read(0, reader)
+                self._read(0, reader, writer)
                 return
             everybody = asyncio.Event()
             self._server = await asyncio.start_server(lambda r, w: self._greet(r, w, everybody), host, port)
@@ -161,14 +164,14 @@ class TcpTransport:
         """Until the hub of this very group answers: it may not be up yet, or may be one of an older epoch."""
         hello = f"{self._group.name} {self.size} {self.rank}".encode()
         while True:
-            try:
-                reader, writer = await asyncio.open_connection(host, port)
-                writer.write(_HEAD.pack(_HELLO, self.rank, len(hello)) + hello)
-                kind, _, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+            with contextlib.suppress(OSError, EOFError, TimeoutError):
+                async with asyncio.timeout(_GREETING_S):
+                    reader, writer = await asyncio.open_connection(host, port)
+                    writer.write(_HEAD.pack(_HELLO, self.rank, len(hello)) + hello)
+                    kind, _, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
                 if kind == _HELLO and not length:
                     return reader, writer
-            except (OSError, EOFError):
-                pass
+                writer.close()
             await asyncio.sleep(_RETRY_S)
 
     async def _greet(
@@ -179,21 +182,23 @@ class TcpTransport:
             name = (await reader.readexactly(min(length, _LONGEST_HELLO))).decode(errors="replace")
         except (EOFError, OSError):
             return
-        if kind != _HELLO or name != f"{self._group.name} {self.size} {rank}" or rank in self._writers:
+        if kind != _HELLO or name != f"{self._group.name} {self.size} {rank}" or everybody.is_set():
             writer.close()
             return
         writer.write(_HEAD.pack(_HELLO, rank, 0))
+        if rank in self._writers:  # it has not heard the answer in time, and tries again
+            self._writers[rank].close()
         self._writers[rank] = writer
-        self._read(rank, reader)
+        self._read(rank, reader, writer)
         if len(self._writers) == self.size - 1:
             everybody.set()
 
-    def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        task = self._loop.create_task(self._listen(peer, reader))
+    def _read(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._listen(peer, reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, peer: int, reader: asyncio.StreamReader) -> None:
+    async def _listen(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 kind, number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
@@ -207,4 +212,5 @@ class TcpTransport:
                 else:
                     self._early[kind, number] = data
         except (EOFError, OSError):
-            self._lose(PeerError(f"rank {peer} has gone"))
+            if self._writers.get(peer) is writer:
+                self._lose(PeerError(f"rank {peer} has gone"))
