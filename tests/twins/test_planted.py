@@ -45,8 +45,10 @@ def caught(
 class PackedRows(RoundVector):
     """Released jobs as the bits of one element."""
 
-    def encode(self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True) -> Round:
-        sent = super().encode(wire, board, now_ms, digest, alive=alive)
+    def encode(
+        self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True, closing: bool = False
+    ) -> Round:
+        sent = super().encode(wire, board, now_ms, digest, alive=alive, closing=closing)
         first = self.HEADER + self.slots
         vector = array("q", sent.vector)
         vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
