@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         ShapeConfig,
         StorageConfig,
     )
+    from hicache_actors.core.explain import Explanation
+    from hicache_actors.core.news import StepNews
     from hicache_actors.core.words import Account, Committed, LoadResult, Match, Shortfall
     from hicache_actors.errors import (
         BackendError,
@@ -32,17 +34,20 @@ if TYPE_CHECKING:
         TransferError,
         UsageError,
     )
-    from hicache_actors.handles import Lease, Load, Prefetch
+    from hicache_actors.handles import BlockLoad, Lease, Load, Prefetch
     from hicache_actors.keys.prompt import Prompt
     from hicache_actors.keys.scope import Scope
     from hicache_actors.memory.kv import KVTensors
     from hicache_actors.memory.shapes import KVShape
     from hicache_actors.observer import BatchEnd, CommitEnd
     from hicache_actors.ranks.group import RankGroup
+    from hicache_actors.rooms import Room
 
 _HOMES: Final = {
     "api": ("HiCache",),
     "config": ("Config", "Deadlines", "DeviceConfig", "HostConfig", "ModelFacts", "ShapeConfig", "StorageConfig"),
+    "core.explain": ("Explanation",),
+    "core.news": ("StepNews",),
     "core.words": ("Account", "Committed", "LoadResult", "Match", "Shortfall"),
     "errors": (
         "BackendError",
@@ -55,12 +60,13 @@ _HOMES: Final = {
         "TransferError",
         "UsageError",
     ),
-    "handles": ("Lease", "Load", "Prefetch"),
+    "handles": ("BlockLoad", "Lease", "Load", "Prefetch"),
     "keys.prompt": ("Prompt",),
     "keys.scope": ("Scope",),
     "memory.kv": ("KVTensors",),
     "memory.shapes": ("KVShape",),
     "observer": ("BatchEnd", "CommitEnd"),
+    "rooms": ("Room",),
     "ranks.group": ("RankGroup",),
 }
 _HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
@@ -69,12 +75,14 @@ __all__ = [
     "Account",
     "BackendError",
     "BatchEnd",
+    "BlockLoad",
     "CommitEnd",
     "Committed",
     "Config",
     "ConfigError",
     "Deadlines",
     "DeviceConfig",
+    "Explanation",
     "HiCache",
     "HiCacheError",
     "HostConfig",
@@ -91,9 +99,11 @@ __all__ = [
     "Prefetch",
     "Prompt",
     "RankGroup",
+    "Room",
     "Scope",
     "ShapeConfig",
     "Shortfall",
+    "StepNews",
     "StoppedError",
     "StorageConfig",
     "TransferError",

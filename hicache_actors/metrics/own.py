@@ -52,6 +52,8 @@ def _refusals(at: Snapshot) -> Iterator[Sample]:
     yield ("device", "device_capacity"), at.counts.get("device_shortfalls", 0)
     for reason in _PREFETCH_REFUSALS:
         yield ("prefetch", reason), at.counts.get(f"prefetch_{reason}", 0)
+    yield ("room", "deadline"), at.counts.get("rooms_late", 0)
+    yield ("room", "refused"), at.counts.get("rooms_refused", 0)
 
 
 def _unsaved(at: Snapshot) -> Iterator[Sample]:
@@ -165,6 +167,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     gauge("hicache_leases", "Leases that are open.", lambda at: one(at.core.leases)),
     gauge("hicache_pending_acquires", "Requests that wait in acquire.", lambda at: one(at.core.pending_acquires)),
+    gauge("hicache_waiting_rooms", "Requests that wait for device pages.", lambda at: one(at.core.waiting_rooms)),
+    gauge(
+        "hicache_reserved_pages",
+        "Device pages that were granted to requests and not taken yet.",
+        lambda at: one(at.core.reserved_pages),
+    ),
     counter("hicache_refusals_total", "Calls that were refused, by what and why.", _refusals, "what", "reason"),
     # -- pools
     gauge("hicache_pages", "Page slots by tier and state; their sum is the pool.", _pages, "tier", "state"),
