@@ -22,6 +22,7 @@ class Guests:
 
     def __init__(self, rank: TwinRank, seed: int) -> None:
         self.rank, self.core, self.rng = rank, rank.core, random.Random(seed)
+        self.coming = True
         self.stats: Counter[str] = Counter()
         self._waiting: dict[int, int] = {}
         self._asked: dict[int, Prompt] = {}  # acquires
@@ -37,13 +38,13 @@ class Guests:
 
         self.note: Callable[[list[Effect]], None] = note
 
-    def act(self, coming: bool) -> None:
+    def act(self) -> None:
         woken, self._woken = self._woken, []
         for wake in woken:
             self._hear(wake)
         for _ in range(self.rng.randrange(0, 4)):
-            self._one(coming)
-        if not coming:
+            self._one()
+        if not self.coming:
             for waiter in [*self._waiting, *(room.waiter for room in self._rooms)]:
                 self.core.leave_room(waiter)
             self._waiting.clear()
@@ -67,14 +68,14 @@ class Guests:
             assert isinstance(wake.value, CoreLease)
             self._compute(wake.value, prompt)
 
-    def _one(self, coming: bool) -> None:
+    def _one(self) -> None:
         x = self.rng.random()
-        if coming and x < 0.3:
+        if self.coming and x < 0.3:
             self._made += 1
             pages = self.rng.choice((3, 10, 30, 60, 70))
             waiter = self.core.room(pages * PAGE, self.rng.choice((None, 0.05, 0.3)))
             self._waiting[waiter] = pages
-        elif coming and x < 0.5:
+        elif self.coming and x < 0.5:
             room = self.rng.choice(self._rooms).waiter if self._rooms and self.rng.random() < 0.7 else 0
             family, n_pages = self.rng.randrange(4), self.rng.randrange(1, 30)
             prompt = Prompt(range(1000 * family, 1000 * family + n_pages * PAGE + 1))
@@ -112,11 +113,13 @@ def live(seed: int, lag: int) -> Counter[str]:
     for rank, driver in zip(twins.ranks, twins.drivers, strict=True):
         driver._execute = guests[rank.rank].note
     for step in range(150):
-        twins.step(lambda rank, coming=step < 120: guests[rank.rank].act(coming))
+        for guest in guests.values():
+            guest.coming = step < 120
+        twins.step(lambda rank: guests[rank.rank].act())
     for _ in range(400):
         if all(guest.idle for guest in guests.values()) and not twins.needs_step:
             break
-        twins.step(lambda rank: guests[rank.rank].act(False))
+        twins.step(lambda rank: guests[rank.rank].act())
     assert all(guest.idle for guest in guests.values())
     twins.must_be_whole()
     assert guests[0].stats == guests[1].stats
