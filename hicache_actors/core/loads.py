@@ -102,8 +102,8 @@ class Loads:
         self.verdict(job, LoadResult(valid, None if whole else "load_failed"))
         state.effects.append(Settled(job.id, pages, None if whole else "load_failed"))
         state.to_limbo(job)
-        if good and good[-1].at[DEVICE].state:
-            self._save_below(good[-1])
+        if good and good[0].at[DEVICE].state:
+            self._save_below(good[0])
 
     def _fail(self, top: Node, sound: bool) -> None:
         """``top`` and what follows were not read: device residency from there on goes, on the host too if the source is bad."""
@@ -123,7 +123,7 @@ class Loads:
                 lease.fail(failure, lost)
 
     def _save_below(self, top: Node) -> None:
-        """Pages that were unproven until now: the write policy runs over them."""
+        """Pages that were unproven until now, below any page that was loaded: the write policy runs over them."""
         state = self.state
         prompts = {id(lease.pin.tail): lease.tokens for lease in state.leases.values()}
         for node in state.tree.subtree(top):

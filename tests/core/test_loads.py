@@ -165,6 +165,25 @@ def test_unproven_pages_are_written_back_when_the_load_is_agreed() -> None:
     whole(core)
 
 
+def test_pages_below_any_part_of_a_load_are_written_back_when_it_is_agreed() -> None:
+    """A second request joins the first half of a fill, and commits beside the second half."""
+    core = make(60, 60)
+    first, job = loading(core)
+    other = Toks([*range(20), *range(200, 221)])
+    second = core.lease(other, "b")
+    assert second.loads == [job]
+    core.allocate(second, 41 - second.usable_tokens)
+    assert core.commit(second, 40, after="event").published_pages == 5
+    assert not of_type(core.take_effects(), StartWriteBack)
+    end(core, job, 10)
+    (start,) = of_type(core.take_effects(), StartWriteBack)
+    assert (len(start.source) // 4, start.events) == (5, ("event",))
+    settle(core)
+    core.release(first)
+    core.release(second)
+    whole(core)
+
+
 def test_a_load_above_that_fails_takes_the_load_below_along() -> None:
     core = make()
     host_only(core, A)
