@@ -159,9 +159,7 @@ class Blocks:
         look.pin = state.pins.pin(HOST, node) if page else None
         if page and not look.seen:
             look.seen = True
-            state.tree.touch(node)
-            for passed in state.tree.path(node, 0):
-                passed.hits += 1
+            state.residents.use(state.tree.path(node, 0), 1)
         state.pins.unpin(before)
 
     # -- host to blocks -----------------------------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ class Blocks:
         self.loads.hold(job.id)
         look.loads.append(job)
         look.used = True
-        tree.touch(tail)
+        state.residents.use([tail])
         source = b"".join([node.at[HOST].slots for node in run])
         state.effects.append(StartLoad(job.id, rid, source, pack_slots(blocks), () if after is None else (after,)))
         state.note(Note.LOAD, job.id, start, stop)
@@ -259,7 +257,7 @@ class Blocks:
                 child = tree.split(child, depth)
             node, page = child, depth
         if page:
-            tree.touch(node)
+            state.residents.use([node])
         if page < start:
             return self._saved_nothing(save_id, rid, 0, "gap")
         if page >= stop:
@@ -270,10 +268,10 @@ class Blocks:
         """Reserve for what follows ``node``, or for the first pages of it."""
         state, tree = self.state, self.state.tree
         present, wanted = page - args.start, args.start + len(args.blocks) - page
-        held = state.pins.lock_path(HOST, tree.path(node, 0))  # making room must not take the path's own pages
+        held = state.pins.lock_path(tree.path(node, 0))  # making room must not take the path's own pages
         state.cause = Cause("save", args.rid)
-        state.make_room(HOST, wanted)
-        state.pins.unlock_path(HOST, held)
+        state.evictor.host_room(wanted)
+        state.pins.unlock_path(held)
         n_pages = min(wanted, state.pools[HOST].free)
         if n_pages < wanted:
             state.count("save_refused_pages", wanted - n_pages)
@@ -285,9 +283,9 @@ class Blocks:
             state.jobs.add(job)
         slots = state.pools[HOST].take(n_pages)
         child = tree.add(node, args.tokens.packed, page, page + n_pages)
-        tree.put(child, HOST, slots, FILLING, job.id)
+        state.residents.put(child, HOST, slots, FILLING, job.id)
         pin = state.pins.pin(HOST, child, page)
-        tree.touch(child)
+        state.residents.use([child])
         part = SaveRange(pin, page, args.tokens, args.save_id, args.rid)
         part.present_pages = present
         part.reason = "host_capacity" if n_pages < wanted else None

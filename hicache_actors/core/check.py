@@ -1,8 +1,8 @@
 """Core's invariants, recomputed, and a digest of the whole state.  For tests: both cost O(state).
 
 Checked: links, table and sibling order; spans are whole pages; counts of slots equal spans; device residency closed under prefixes;
-no node on neither tier; locks equal the pins that cover a node (so they fall towards the leaves on the device); ``evictable``,
-``resident``, ``pages``, ``stored_pages`` and children counts equal their recomputation; every candidate of eviction is listed;
+no node on neither tier; locks equal the pins that cover a node (so they fall towards the leaves on the device); counters of pages
+(resident, evictable, dirty, stuck, stored) and of children equal their recomputation; every candidate of eviction is listed;
 filling is pinned, by the job that fills; each slot has one owner, and free + owned + limbo = total; staging is what prefetches
 hold.
 
@@ -42,6 +42,7 @@ def check(state: State, saving: Saving, fetches: Fetches) -> None:
     for place in PLACES:
         _check_order(state, nodes, place)
         _check_slots(state, nodes, place)
+    _check_dirty(state, nodes)
     staged = sum(len(job.slots) for job in state.jobs.open.values() if isinstance(job, PrefetchJob))
     assert fetches.staged_pages == staged // SLOT_BYTES, "staging is what prefetches hold"
     assert fetches.staged_pages <= max(0, state.config.host_pages // 2), "staging beyond its budget"
@@ -100,19 +101,45 @@ def _check_locks(state: State, nodes: list[Node]) -> None:
 
 
 def _check_order(state: State, nodes: list[Node], place: int) -> None:
-    tree = state.tree
-    listed = tree.orders[place].listed()
+    residents = state.residents
+    protected = residents.protects_dirty
+    queues = {DEVICE: (residents.device,), HOST: (residents.host, residents.twins)}[place]
+    listed = [residency for queue in queues for residency in queue.listed()]
     ids = {id(residency) for residency in listed}
     assert len(ids) == len(listed), "listed twice"
     present = {id(node.at[place]) for node in nodes if node.at[place].state}
     assert ids <= present, "a listed residency that is absent"
+    assert all(residency.lane is not None and not residency.kids for residency in listed), "listed above others"
     free = [node.at[place] for node in nodes if node.at[place].state and not node.at[place].locks]
     for residency in free:
         assert residency.state == READY, "filling without a lock"
-        assert residency.kids or id(residency) in ids, "a candidate that is not listed"
-    assert tree.evictable[place] == sum(len(residency.slots) for residency in free) // SLOT_BYTES, "evictable"
+        stuck = place == DEVICE and protected and residency.node.stuck
+        assert residency.kids or stuck or id(residency) in ids, "a candidate that is not listed"
+    unlocked = sum(len(residency.slots) for residency in free) // SLOT_BYTES
+    assert residents.unlocked[place] == unlocked, "evictable"
     resident = sum(len(node.at[place].slots) for node in nodes) // SLOT_BYTES
-    assert tree.resident[place] == resident, "resident"
+    assert residents.resident[place] == resident, "resident"
+
+
+def _check_dirty(state: State, nodes: list[Node]) -> None:
+    residents = state.residents
+    dirty = stuck = 0
+    for node in nodes:
+        device, host = node.at
+        pages = len(device.slots) // SLOT_BYTES
+        assert not node.dirty or (device.state and not host.state), "dirty, and not on the device alone"
+        kids = sum(kid.stuck > 0 for kid in state.tree.children(node))
+        assert node.stuck == kids + node.dirty, "stuck"
+        dirty += pages * node.dirty
+        stuck += pages * (node.stuck > 0 and not device.locks)
+    assert residents.dirty_pages == dirty, "dirty_pages"
+    assert residents.stuck_pages == stuck, "stuck_pages"
+    assert residents.gaps == sum(bool(n.at[HOST].state and not n.parent.at[HOST].state) for n in nodes), "gaps"
+    listed = {id(residency.node) for residency in residents.dirty.listed()}
+    leaves = {id(node) for node in nodes if node.dirty and node.stuck == 1}
+    assert listed <= leaves, "to be saved, and not dirty, or above others"
+    if residents.protects_dirty and not residents.moving:
+        assert listed == leaves, "dirty, and never to be saved"
 
 
 def _check_slots(state: State, nodes: list[Node], place: int) -> None:
@@ -168,6 +195,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
             node.end,
             node.hits,
             node.priority,
+            (node.dirty, node.stuck),
             node.stored,
             [(r.slots, r.state, r.filler, r.locks, r.kids, r.tick) for r in node.at],
         )
@@ -175,7 +203,8 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
     ]
     facts = (
         nodes,
-        [[residency.node.tag for residency in order.listed()] for order in state.tree.orders],
+        [[residency.node.tag for residency in queue.listed()] for queue in state.residents.queues],
+        (state.policies.write, state.policies.eviction.name, state.residents.moving),
         [pool.free_slots() for pool in state.pools],
         [pin_facts(pin) for pin in state.pins.all.values()],
         [(job.id, job.kind, job.phase, job.slots, [pin.uid for pin in job.pins]) for job in state.jobs.open.values()],

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from hicache_actors.core.order import ORDERS
+from hicache_actors.core.order import EVICTIONS, Eviction
 from hicache_actors.errors import ConfigError
 
-WritePolicy = Literal["write_through", "none"]
-SlotOwner = Literal["owned", "engine"]
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "none"]
+SlotOwner: TypeAlias = Literal["owned", "engine"]
+PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+
+WRITE_POLICIES: Final[tuple[WritePolicy, ...]] = get_args(WritePolicy)
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
     """Validated at construction: a value that cannot be honoured raises `ConfigError`.
 
-    ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.  ``storage=False``: no prefetch, no
-    backup.  ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places
-    of jobs on the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed
-    clock; their number is the number of retries.
+    ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.  ``selective_threshold``: under
+    write_through_selective, how many requests must have used a page before it is saved.  Under write_back no more than the share
+    ``write_back_dirty_cap`` of the device pool is left on the device alone, and if more than the share ``write_back_water_mark`` is
+    neither free nor evictable, saving runs ahead of demand.  ``slru_protected_hits``: uses that protect a page under slru.
+
+    ``storage=False``: no prefetch, no backup.  ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots``
+    and ``table_rows`` are the places of jobs on the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those
+    of failed backups, on the agreed clock; their number is the number of retries.
     """
 
     page_size: int
     device_pages: int
     host_pages: int
     write_policy: WritePolicy = "write_through"
-    eviction: str = "lru"
+    selective_threshold: int = 2
+    write_back_water_mark: float = 0.75
+    write_back_dirty_cap: float = 0.25
+    eviction: Eviction = "lru"
+    slru_protected_hits: int = 2
     storage: bool = True
     prefetch_threshold_tokens: int = 256
     prefetch_policy: PrefetchPolicy = "timeout"
@@ -42,6 +52,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
             ("page_size", 1),
             ("device_pages", 1),
             ("host_pages", 0),
+            ("selective_threshold", 1),
+            ("slru_protected_hits", 1),
             ("prefetch_threshold_tokens", 0),
             ("table_slots", 2),
             ("table_rows", 2),
@@ -50,13 +62,16 @@ class CoreConfig(msgspec.Struct, frozen=True):
             if type(value) is not int or value < least:
                 raise ConfigError(field, value, f"must be an integer >= {least}")
         for field, allowed in (
-            ("write_policy", get_args(WritePolicy)),
-            ("eviction", tuple(ORDERS)),
+            ("write_policy", WRITE_POLICIES),
+            ("eviction", EVICTIONS),
             ("slots", get_args(SlotOwner)),
             ("prefetch_policy", get_args(PrefetchPolicy)),
         ):
-            if getattr(self, field) not in allowed:
-                raise ConfigError(field, getattr(self, field), "unknown", allowed=allowed)
+            check_name(field, getattr(self, field), allowed)
+        for field in ("write_back_water_mark", "write_back_dirty_cap"):
+            share = getattr(self, field)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ConfigError(field, share, "must be a share, from 0 to 1")
         if self.slots == "engine" and self.write_policy != "write_through":
             raise ConfigError(
                 "write_policy",
@@ -76,3 +91,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     def threshold_pages(self) -> int:
         """The shortest run worth a prefetch."""
         return max(1, -(-self.prefetch_threshold_tokens // self.page_size))
+
+
+def check_name(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """:raises ConfigError: unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(field, value, "unknown", allowed=allowed)

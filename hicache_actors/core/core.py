@@ -4,9 +4,10 @@ Three inputs change it: an engine call, an agreed completion, the agreed clock (
 (`take_effects`) and starts nothing itself; it does no I/O and reads no clock.  Equal inputs in equal order give equal state on all
 ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py`).
 
-Where things are decided: walking and splitting in `tree`, eviction in `state.make_room` and `order`, pins and failed residencies in
-`pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back and backup in `saving`, what
-a new store lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in `waiting`.
+Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
+and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
+and backup in `saving` and `cleaning`, what a new store lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in
+`waiting`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hicache_actors.core import usage as _usage
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.calls import BlockCalls, RoomCalls
-from hicache_actors.core.config import CoreConfig
+from hicache_actors.core.config import CoreConfig, WritePolicy
+from hicache_actors.core.eviction import Evictor
 from hicache_actors.core.explain import Explanation
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
@@ -28,6 +30,7 @@ from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
+from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Decision, Note, State
@@ -40,6 +43,7 @@ from hicache_actors.core.words import (
     LoadResult,
     Match,
     Phase,
+    PolicyRefused,
     Settled,
     Shortfall,
     Slots,
@@ -54,6 +58,7 @@ class Core(BlockCalls, RoomCalls):
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.state = State(config)
+        self._evictor = Evictor(self.state)
         self._saving = Saving(self.state)
         self._backlog = Backlog(self.state, self._saving)
         self._fetches = Fetches(self.state)
@@ -112,12 +117,14 @@ class Core(BlockCalls, RoomCalls):
         """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
         self._waiting.settle_acquires()
         self._rooms.grant()
-        self._saving.end_section()
+        self._saving.end_section(drain=bool(self._waiting.drains))
         self._blocks.end_section()
         self._leases.end_section()
         self._waiting.end_section()
         if self.state.tree.has_garbage:
             self.state.tree.cut_garbage()
+        if self.state.residents.moving:
+            self.state.residents.move()
 
     def take_effects(self) -> list[Effect]:
         """Close the section -> what is to be started or woken, in order.  Each effect is returned once."""
@@ -139,10 +146,10 @@ class Core(BlockCalls, RoomCalls):
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has something to do (a retry, a wait for room that ends; more of a backlog, the
-        rest of a reset: now), or None.
+        """When the agreed clock has work: a retry, a wait for room that ends, or (now) the rest of a backlog, a reset, a change of
+        policy; or None.
         """
-        if self.state.tree.has_garbage or self._backlog.ready:
+        if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready:
             return self.state.now_ms
         due = self._saving.next_due_ms, self._waiting.next_due_ms, self._rooms.next_due_ms
         return min((ms for ms in due if ms is not None), default=None)
@@ -298,12 +305,16 @@ class Core(BlockCalls, RoomCalls):
     def stored(self, tokens: Tokens) -> int:
         """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
 
-        Reasons: None (all), "not_committed", "evicted", "given_up", "degraded", "no_storage".
+        Reasons: None (all), "not_committed", "evicted", "given_up", "policy" (not saved by the write policy so far), "degraded",
+        "no_storage".  Under write_back what is dirty of the prompt is saved now.
         """
         return self._waiting.stored(tokens)
 
     def drained(self) -> int:
-        """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open."""
+        """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open.
+
+        Under write_back all dirty pages are saved, roots first, as far as the host has room.
+        """
         return self._waiting.drained()
 
     @property
@@ -334,6 +345,31 @@ class Core(BlockCalls, RoomCalls):
         does not count.
         """
         self._backlog.set_storage(attached)
+
+    def set_write_policy(self, policy: WritePolicy) -> PolicyRefused | None:
+        """Save by another policy from now on -> None, or why not now.
+
+        write_back is left only when nothing is left that only it would save, and what the host holds has its prefix there.
+
+        :raises ConfigError: no such policy.
+        """
+        return self._changed_policy(self.state.policies.set_write_policy(self.state, policy))
+
+    def set_eviction(self, eviction: Eviction) -> PolicyRefused | None:
+        """Evict in another order from now on -> None, or why not now.
+
+        The nodes change lists a few thousand in a section; what has not done so yet goes first, in the old order.  Times of last
+        use serve as times of arrival, and the other way round.
+
+        :raises ConfigError: no such order.
+        """
+        return self._changed_policy(self.state.policies.set_eviction(self.state, eviction))
+
+    def _changed_policy(self, refused: PolicyRefused | None) -> PolicyRefused | None:
+        policies = self.state.policies
+        names = self.state.text(policies.write), self.state.text(policies.eviction.name)
+        self.state.note(Note.POLICY, refused is None, *names)
+        return refused
 
     def degrade(self) -> None:
         """Give up caching for good: as `reset`, and open jobs are settled with 0 (their slots wait for RELEASED)."""

@@ -213,7 +213,7 @@ class Fetches:
         if hit < least:
             return self._decline(job, "below_threshold" if hit else "not_cached")
         state.cause = Cause("fetch", next(iter(job.rids)))
-        if pages >= least and not state.make_room(HOST, pages):
+        if pages >= least and not state.evictor.host_room(pages):
             pages = state.pools[HOST].free
         if pages < least:
             return self._decline(job, "host_capacity")
@@ -288,7 +288,7 @@ class Fetches:
             if begin >= job.start:
                 slots = job.slots[(begin - job.start) * SLOT_BYTES : (page - job.start) * SLOT_BYTES]
                 if child.at[HOST].state == ABSENT:
-                    tree.put(child, HOST, slots, READY)
+                    self.state.residents.put(child, HOST, slots, READY)
                     if job.storage_epoch == self.state.storage_epoch:
                         tree.set_stored(child, STORED)
                     elif self.state.storage:
@@ -296,10 +296,10 @@ class Fetches:
                 else:
                     left.append(slots)
             node = child
-        tree.touch(node)
+        self.state.residents.use([node])
         if goal < job.start + job.hit and job.storage_epoch == self.state.storage_epoch:
             tree.hint(node, key, goal, job.start + job.hit)
-        self.state.want_host(node, job.tokens)
+        self.state.saving.want_host(node, job.tokens)
         return left
 
     def settle(self, job: PrefetchJob, pages: int, reason: str | None) -> None:

@@ -37,8 +37,9 @@ class DrainJob(Job):
 
     kind = "drain"
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(Phase.LIMBO, epoch)
+    def __init__(self, state: State) -> None:
+        super().__init__(Phase.LIMBO, state.epoch)
+        self.tree = state.tree
         self.events: dict[int, object] = {}
 
     def take(self, pins: Iterable[Pin], slots: Slots, events: Iterable[object]) -> None:
@@ -48,6 +49,13 @@ class DrainJob(Job):
 
     def effect(self) -> StartDrain:
         return StartDrain(self.id, tuple(self.events.values()))
+
+    def on_released(self) -> None:
+        """They have fired everywhere: who saves these pages later need not keep them, nor wait for them."""
+        for pin in self.pins:
+            for node in self.tree.path(pin.tail, pin.start):
+                if node.events:
+                    node.events = tuple(event for event in node.events if id(event) not in self.events)
 
 
 class Leases:
@@ -89,7 +97,7 @@ class Leases:
         tree, pin = self.state.tree, lease.pin
         key, node = lease.tokens.packed, pin.tail
         begin = page = node.end
-        found: list[Slots] = []
+        passed: list[Node] = []
         fills: list[int] = []
         while page < stop:
             child = tree.child(node, key, page)
@@ -99,7 +107,7 @@ class Leases:
             if depth < child.end:
                 child = tree.split(child, depth)
             residency = child.at[DEVICE]
-            found.append(residency.slots)
+            passed.append(child)
             if residency.state == FILLING:
                 fills.append(residency.filler)
                 lease.credit(page, depth, "host")
@@ -107,24 +115,19 @@ class Leases:
                 lease.credit(page, depth, "device")
                 if not fills and not lease.loads:
                     lease.ready_tokens = depth * self.state.page
-            self._hit(child, lease)
             node, page = child, depth
         if page > begin:
-            lease.pages.frombytes(b"".join(found))
-            self._reach(lease, node)
+            self._reach(lease, passed)
             for job_id in dict.fromkeys(fills):
                 self._wait_for(lease, job_id)
-            self.state.want_host(node, lease.tokens)
+            self.state.saving.passed(node, lease.tokens)
 
-    def _hit(self, node: Node, lease: CoreLease) -> None:
-        """Once per request and node: `lease` and `load` pass each node of a path once."""
-        node.hits += 1
-        if lease.priority > node.priority:
-            node.priority = lease.priority
-
-    def _reach(self, lease: CoreLease, tail: Node) -> None:
+    def _reach(self, lease: CoreLease, nodes: list[Node]) -> None:
+        """The lease takes ``nodes``, which follow its pages: one use of each."""
+        tail = nodes[-1]
+        lease.pages.frombytes(b"".join([node.at[DEVICE].slots for node in nodes]))
         self.state.pins.extend(lease.pin, tail)
-        self.state.tree.touch(tail)
+        self.state.residents.use(nodes, 1, lease.priority)
         lease.done_pages = tail.end
         lease.usable_tokens = lease.capacity_tokens = tail.end * self.state.page
 
@@ -182,11 +185,8 @@ class Leases:
                 lease.left_on_host(self._host_end(lease, asked) - start, job_id.reason)
                 return job_id
             self._wait_for(lease, job_id)
-            lease.pages.frombytes(b"".join([node.at[DEVICE].slots for node in nodes]))
-            for node in nodes:
-                self._hit(node, lease)
             lease.credit(start, page, "host")
-            self._reach(lease, nodes[-1])
+            self._reach(lease, nodes)
         lease.left_on_host(self._host_end(lease, asked) - lease.done_pages, None if max_tokens is None else limit)
         return tuple(lease.loads)
 
@@ -203,7 +203,7 @@ class Leases:
         if need > 0:
             slots = self.loads.rooms.take(lease, need)
             if slots is None:
-                return state.device_shortfall(need, self.loads.rooms.within_reach(lease))
+                return state.evictor.shortfall(need, self.loads.rooms.within_reach(lease))
             lease.pages.frombytes(slots)
             lease.allocated = True
         lease.capacity_tokens = total
@@ -229,7 +229,8 @@ class Leases:
         node, published = lease.pin.tail, 0
         page = node.end
         if page < stop:
-            key, pages, priority = lease.tokens.packed, lease.pages, lease.priority
+            key, pages = lease.tokens.packed, lease.pages
+            passed: list[Node] = []
             events = () if after is None else (after,)
             while page < stop:
                 child = tree.child(node, key, page)
@@ -241,20 +242,19 @@ class Leases:
                         child = tree.split(child, depth)
                 device = child.at[DEVICE]
                 if device.state == ABSENT:
-                    tree.put(child, DEVICE, pages[page:depth].tobytes(), READY)
+                    state.residents.put(child, DEVICE, pages[page:depth].tobytes(), READY)
                     published += depth - page
                     child.events = events  # even if the host has them: it may lose them before the pass has ended
                 else:
                     lease.twins.append((page, depth))
-                if priority > child.priority:
-                    child.priority = priority
+                passed.append(child)
                 node, page = child, depth
             state.pins.extend(lease.pin, node)
-            tree.touch(node)
+            state.residents.use(passed, 1, lease.priority)
             lease.done_pages = stop
             state.note(Note.COMMIT, stop, published, state.text(lease.rid))
             state.changed = True
-            state.want_host(node, lease.tokens)
+            state.saving.passed(node, lease.tokens)
         return Committed(published, lease.private_pages)
 
     # -- hold and release ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Leases:
         self._drain.take(pins, slots, events)
 
     def _new_drain(self) -> DrainJob:
-        job = DrainJob(self.state.epoch)
+        job = DrainJob(self.state)
         self.state.jobs.add(job)
         self.state.note(Note.DRAIN, job.id)
         return job

@@ -69,12 +69,12 @@ class Loads:
         slots = self.rooms.take(lease, need)
         if slots is None:
             pins.unpin([source])
-            return state.device_shortfall(need, self.rooms.within_reach(lease))
+            return state.evictor.shortfall(need, self.rooms.within_reach(lease))
         job = LoadJob(self, start, need)
         state.jobs.add(job)
         for node in nodes:
             begin = tree.start(node) - start
-            tree.put(node, DEVICE, slots[4 * begin : 4 * (node.end - start)], FILLING, job.id)
+            state.residents.put(node, DEVICE, slots[4 * begin : 4 * (node.end - start)], FILLING, job.id)
         job.pins = [source, pins.pin(DEVICE, tail)]
         job.target = slots
         self.expect(job.id)
@@ -129,7 +129,7 @@ class Loads:
         for node in state.tree.subtree(top):
             # making room for one may have taken others, that are on the host only, out of the tree
             if node.tag and node.at[DEVICE].state == READY and not node.at[DEVICE].kids:
-                state.want_host(node, prompts.get(id(node)))
+                state.saving.passed(node, prompts.get(id(node)))
 
     # -- verdicts -----------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,14 @@ a million of them.  The price: whoever takes a node out of the tree must cut its
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hicache_actors.core.words import ABSENT
+
+if TYPE_CHECKING:
+    from hicache_actors.core.lane import Lane
 
 TIERS: Final = 2
 COMPONENTS: Final = 1  #: full KV; sliding windows, recurrent states and indexers will follow
@@ -37,8 +40,8 @@ class Residency(msgspec.Struct, eq=False, gc=False):
     """A node's pages at one place.
 
     ``filler`` is the job that fills it while ``state`` is FILLING.  ``kids`` counts child nodes that are present here.  ``tick`` is
-    the time of the last touch, of the node or (handed over when they are evicted) of a child.  ``older`` / ``newer`` are
-    neighbours in the eviction order; both None when it is not listed.
+    the time of the last use, of the node or (handed over when they go) of a child; or of its arrival, where the eviction policy
+    asks for that.  ``lane`` is where it is listed, None if it is not; ``older`` / ``newer`` / ``late`` are its place there.
     """
 
     node: Node
@@ -48,15 +51,19 @@ class Residency(msgspec.Struct, eq=False, gc=False):
     locks: int = 0
     kids: int = 0
     tick: int = 0
+    lane: Lane | None = None
     older: Residency | None = None
     newer: Residency | None = None
+    late: int = 0
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
     """A span of the tree.  ``end`` is its depth in pages, counted from token 0; splits and joins never change it.
 
-    ``tag`` names the node in its children's keys and is empty once the node has left the tree.  ``hits`` counts the leases that
-    found it, ``events`` are those of the forwards that compute its pages, kept until its write-back is agreed.
+    ``tag`` names the node in its children's keys and is empty once the node has left the tree.  ``hits`` counts the requests that
+    have used it, ``priority`` is the highest of theirs.  ``dirty``: on the device alone, and its write-back has not failed since it
+    was last used; ``stuck``: 1 if it is dirty, and 1 for each child that is stuck.  ``events`` are those of the forwards that
+    compute its pages, kept until they have fired or its write-back is agreed.
     """
 
     key: bytes
@@ -71,6 +78,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     prev: Node | None = None
     hits: int = 0
     priority: int = 0
+    dirty: bool = False
+    stuck: int = 0
     stored: int = UNSTORED
     events: tuple[object, ...] = ()
 
@@ -98,5 +107,5 @@ def cut(node: Node) -> None:
     node.events = ()
     for residency in node.at:
         residency.node = NOWHERE
-        residency.older = residency.newer = None
+        residency.lane = residency.older = residency.newer = None
     node.at = ()

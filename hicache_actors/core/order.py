@@ -1,31 +1,42 @@
-"""Eviction order: which residency goes next.
+"""Eviction orders: which residency goes next.
 
-An order lists residencies of one place.  Listed are all candidates (unlocked, no children here), and also some that are none at
-the moment: locks and children do not unlist a node, `pop` hands it out and the evictor puts it aside; it is offered again when
-its last lock or child goes.  So pinning costs nothing, and a node keeps its place while jobs pin it.
+Listed are residencies of one place without children there: all candidates, and those that a lock keeps from being one.  A lock
+does not unlist a node: `pop` hands it out, the evictor puts it aside, and it is offered again when its last lock goes.  So pinning
+costs nothing, and a node keeps its place while jobs pin it.  A parent is listed when its last child has gone, which is why no page
+is ever evicted before the pages behind it.
+
+| name | goes first |
+|---|---|
+| lru | what was used longest ago |
+| mru | what was used last |
+| fifo | what came to this place first (pages of a node that has been joined: with its last one) |
+| filo | what came to this place last |
+| slru | what fewer than ``protected_hits`` requests have used, then the rest; each by last use |
+| lfu | what the fewest requests have used, of these what was used longest ago |
+| priority | the lowest priority of the requests that have used it, of these what was used longest ago |
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
-from hicache_actors.core.node import NOWHERE, Residency
+from hicache_actors.core.lane import Lane
+from hicache_actors.core.node import Node, Residency
+
+Eviction: TypeAlias = Literal["lru", "slru", "lfu", "fifo", "mru", "filo", "priority"]
+EVICTIONS: Final[tuple[Eviction, ...]] = get_args(Eviction)
 
 
 class Order(Protocol):
-    """What an eviction policy implements.  ``residency.tick`` says when it was last touched."""
-
-    def touch(self, residency: Residency) -> None:
-        """It has just been used (its tick is the newest); list it, or move it."""
+    """What an eviction order implements.  Tick, hits and priority of what is listed do not change: unlist it first."""
 
     def offer(self, residency: Residency) -> None:
-        """List it at the place that its tick gives it; it is not listed now."""
-
-    def discard(self, residency: Residency) -> None:
-        """Unlist it, if it is listed."""
+        """List it at its place; it is not listed now."""
 
     def pop(self) -> Residency | None:
-        """Unlist and return the one that should go next; None when the list is empty."""
+        """Unlist and return the one that should go next; None when nothing is listed."""
 
     def listed(self) -> list[Residency]:
         """All that are listed, next to go first (for checks)."""
@@ -34,72 +45,99 @@ class Order(Protocol):
         """Forget everything, without touching the residencies: they are garbage."""
 
 
-class LruOrder:
-    """Least recently touched first: a doubly linked list through the residencies, every operation O(1) but `offer`.
+class RankedOrder:
+    """Lowest rank first (``backwards``: highest), inside a rank by last use.  One lane a rank, only while somebody is in it."""
 
-    `offer` looks for its place from both ends at once.  Its customers come from the old end (set aside earlier) or belong near
-    the new one, so the walk is short.
-    """
-
-    def __init__(self) -> None:
-        self._head = Residency(NOWHERE)
+    def __init__(self, rank: Callable[[Node], int], *, backwards: bool = False) -> None:
+        self._rank, self._backwards = rank, backwards
         self.drop()
 
     def drop(self) -> None:
-        self._head.older = self._head.newer = None  # the old neighbours are cut by their owner
-        self._head = head = Residency(NOWHERE)
-        head.older = head.newer = head
-
-    def touch(self, residency: Residency) -> None:
-        head, older, newer = self._head, residency.older, residency.newer
-        if older is not None and newer is not None:
-            older.newer = newer
-            newer.older = older
-        last = residency.older = head.older
-        residency.newer = head
-        last.newer = head.older = residency  # type: ignore[union-attr]
-
-    def discard(self, residency: Residency) -> None:
-        older, newer = residency.older, residency.newer
-        if older is not None and newer is not None:
-            older.newer = newer
-            newer.older = older
-            residency.older = residency.newer = None
-
-    def pop(self) -> Residency | None:
-        residency = self._head.newer
-        if residency is self._head or residency is None:
-            return None
-        self.discard(residency)
-        return residency
+        self._lanes: dict[int, Lane] = {}
+        self._ranks: list[int] = []  # of the lanes, ascending in the order in which they are popped
 
     def offer(self, residency: Residency) -> None:
-        head, tick = self._head, residency.tick
-        old, new = head.newer, head.older
-        while True:
-            assert old is not None
-            assert new is not None
-            if old is head or tick <= old.tick:
-                newer = old
-                break
-            if tick >= new.tick:
-                assert new.newer is not None
-                newer = new.newer
-                break
-            old, new = old.newer, new.older
-        older = newer.older
-        assert older is not None
-        residency.older, residency.newer = older, newer
-        older.newer = newer.older = residency
+        rank = self._rank(residency.node)
+        if self._backwards:
+            rank = -rank
+        lane = self._lanes.get(rank)
+        if lane is None:
+            lane = self._lanes[rank] = Lane(newest_first=self._backwards, rank=rank, emptied=self._close)
+            insort(self._ranks, rank)
+        lane.offer(residency)
+
+    def _close(self, lane: Lane) -> None:
+        if self._lanes.get(lane.rank) is lane:
+            del self._lanes[lane.rank]
+            del self._ranks[bisect_left(self._ranks, lane.rank)]
+
+    def pop(self) -> Residency | None:
+        return self._lanes[self._ranks[0]].pop() if self._ranks else None
 
     def listed(self) -> list[Residency]:
-        out = []
-        at = self._head.newer
-        while at is not None and at is not self._head:
-            out.append(at)
-            at = at.newer
-        return out
+        return [residency for rank in self._ranks for residency in self._lanes[rank].listed()]
 
 
-ORDERS: dict[str, type[LruOrder]] = {"lru": LruOrder}
-"""Policies by name; `CoreConfig.eviction` takes one of these."""
+class Policy:
+    """An eviction policy: makes its orders, and says what they look at.
+
+    ``by_use``: ticks are times of last use, not of arrival.  Nodes of unequal `rank` are never joined.
+    """
+
+    def __init__(self, name: Eviction, protected_hits: int) -> None:
+        self.name = name
+        self.by_use = name not in ("fifo", "filo")
+        self._newest_first = name in ("mru", "filo")
+        ranks: dict[str, Callable[[Node], int]] = {
+            "slru": lambda node: int(node.hits >= protected_hits),
+            "lfu": lambda node: node.hits,
+            "priority": lambda node: node.priority,
+        }
+        self._rank = ranks.get(name)
+
+    def order(self, *, backwards: bool = False) -> Order:
+        """A new order; ``backwards``: what this policy keeps longest goes first."""
+        if self._rank is not None:
+            return RankedOrder(self._rank, backwards=backwards)
+        return Lane(newest_first=self._newest_first != backwards)
+
+    def rank(self, node: Node) -> int:
+        return 0 if self._rank is None else self._rank(node)
+
+    def before(self, one: Residency, other: Residency) -> bool:
+        """``one`` goes before ``other``, both at the same place."""
+        ranks = self.rank(one.node), self.rank(other.node)
+        if ranks[0] != ranks[1]:
+            return ranks[0] < ranks[1]
+        return one.tick > other.tick if self._newest_first else one.tick < other.tick
+
+
+class Queue:
+    """An order that can be exchanged while it is in use: what the old one still lists goes first, in the old order."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._old: Order | None = None
+        self.offer = order.offer
+
+    def exchange(self, order: Order) -> None:
+        """List new offers in ``order``.  The owner moves what is listed now (unlists and offers it), and says `moved`."""
+        self._old, self._order = self._order, order
+        self.offer = order.offer
+
+    def moved(self) -> None:
+        self._old = None
+
+    def pop(self) -> Residency | None:
+        if self._old is not None and (residency := self._old.pop()) is not None:
+            return residency
+        return self._order.pop()
+
+    def listed(self) -> list[Residency]:
+        return [*(self._old.listed() if self._old is not None else ()), *self._order.listed()]
+
+    def drop(self) -> None:
+        if self._old is not None:
+            self._old.drop()
+            self._old = None
+        self._order.drop()

@@ -1,7 +1,7 @@
 """Pins, and the one place where residency is lost.
 
 A *pin* keeps pages [start, tail.end) of a path at one place.  It names its lowest node; splits keep a tail's identity, so a pin
-survives them.  Pins on the device always reach to the root, which makes ``Tree.evictable`` exact there.
+survives them.  Pins on the device always reach to the root, which makes ``Residents.evictable`` exact there.
 
 A *stray* is a run of slots whose node lost them under pins (failed load, reset, degrade): each of those pins holds it, the last
 one to end frees it.  The pins themselves shrink to what is left above.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from hicache_actors.core.node import NOWHERE, UNSTORED, WAITING, Node, Residency
 from hicache_actors.core.pool import Pool
 from hicache_actors.core.tree import Tree
-from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, SLOT_BYTES, Slots
+from hicache_actors.core.words import DEVICE, FILLING, HOST, SLOT_BYTES, Slots
 
 
 class Stray:
@@ -42,6 +42,7 @@ class Pins:
 
     def __init__(self, tree: Tree, pools: Sequence[Pool]) -> None:
         self._tree = tree
+        self._residents = tree.residents
         self._pools = pools
         self.all: dict[int, Pin] = {}
         self.dropped_pages = 0  # pages that left the tree because something above them did
@@ -77,43 +78,51 @@ class Pins:
         for tail in tails:
             tree.join(tail)
 
-    def lock_path(self, place: int, nodes: list[Node]) -> list[Residency]:
-        """Keep those of ``nodes`` that are present from eviction, for the length of one call -> for `unlock_path`."""
-        held = [node.at[place] for node in nodes if node.at[place].state]
+    def lock_path(self, nodes: Iterable[Node]) -> list[Residency]:
+        """Keep what of ``nodes`` is on the host from eviction, for the length of one call -> for `unlock_path`."""
+        held = [node.at[HOST] for node in nodes if node.at[HOST].state]
         for residency in held:
             if not residency.locks:
-                self._tree.evictable[place] -= len(residency.slots) // SLOT_BYTES
+                self._residents.unlocked[HOST] -= len(residency.slots) // SLOT_BYTES
             residency.locks += 1
         return held
 
-    def unlock_path(self, place: int, held: list[Residency]) -> None:
+    def unlock_path(self, held: Iterable[Residency]) -> None:
         for residency in held:
             residency.locks -= 1
             if not residency.locks:
-                self._tree.evictable[place] += len(residency.slots) // SLOT_BYTES
-                self._tree.offer(place, residency)
+                self._residents.unlocked[HOST] += len(residency.slots) // SLOT_BYTES
+                self._residents.offer(HOST, residency)
 
     def _lock(self, place: int, tail: Node, start: int) -> None:
-        moved = 0
+        moved = stuck = 0
         while tail.end > start:
             residency = tail.at[place]
             if not residency.locks:
                 moved += len(residency.slots)
+                if tail.stuck:
+                    stuck += len(residency.slots)
             residency.locks += 1
             tail = tail.parent
-        self._tree.evictable[place] -= moved // SLOT_BYTES
+        self._residents.unlocked[place] -= moved // SLOT_BYTES
+        if place == DEVICE:
+            self._residents.stuck_pages -= stuck // SLOT_BYTES
 
     def _unlock(self, place: int, tail: Node, start: int) -> None:
-        moved = 0
+        moved = stuck = 0
         while tail.end > start:
             residency = tail.at[place]
             locks = residency.locks = residency.locks - 1
             if not locks:
                 moved += len(residency.slots)
-                if not residency.kids and residency.older is None:
-                    self._tree.offer(place, residency)
+                if tail.stuck:
+                    stuck += len(residency.slots)
+                if not residency.kids and residency.lane is None:
+                    self._residents.offer(place, residency)
             tail = tail.parent
-        self._tree.evictable[place] += moved // SLOT_BYTES
+        self._residents.unlocked[place] += moved // SLOT_BYTES
+        if place == DEVICE:
+            self._residents.stuck_pages += stuck // SLOT_BYTES
 
     # -- losing -------------------------------------------------------------------------------------------------------------
 
@@ -123,28 +132,18 @@ class Pins:
         ``nodes`` cut a suffix off every pin that covers some of them.  Free slots return to the pool, pinned ones become strays.
         A node that is then on no tier leaves the tree with everything below it.
         """
-        tree = self._tree
         gone: dict[int, Node] = {
             id(node): node for node in nodes if node.at[place].state and node.parent is not NOWHERE
         }
         shrunk = self._stray(place, gone) if any(node.at[place].locks for node in gone.values()) else []
-        freed = []
-        for node in gone.values():
-            residency, pages = node.at[place], node.end - tree.start(node)
-            if not residency.locks:
-                freed.append(residency.slots)
-                tree.evictable[place] -= pages
-            tree.resident[place] -= pages
-            residency.slots, residency.state, residency.filler, residency.locks = b"", ABSENT, 0, 0
-            tree.orders[place].discard(residency)
+        self._pools[place].give(b"".join([node.at[place].slots for node in gone.values() if not node.at[place].locks]))
+        for node in reversed(gone.values()):  # children first: what is above them may be stuck on them
+            self._residents.vacate(node, place)
+            node.at[place].locks = 0
             if place == DEVICE:
                 node.events = ()
-            elif place == HOST and node.stored == WAITING:
+            elif node.stored == WAITING:
                 node.stored = UNSTORED
-            above = node.parent.at[place]
-            above.kids -= 1
-            tree.offer(place, above)
-        self._pools[place].give(b"".join(freed))
         for node in gone.values():
             if node.parent is not NOWHERE and not any(residency.state for residency in node.at):
                 shrunk += self.drop(node)

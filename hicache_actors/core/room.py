@@ -60,13 +60,13 @@ class Rooms:
         for waiter, wait in list(self._waiting.items()):
             refused = self._refusal(wait)
             state.cause = _ROOM
-            if refused is None and self._is_first(waiter) and state.make_room(DEVICE, wait.pages):
+            if refused is None and self._is_first(waiter) and state.evictor.device_room(wait.pages):
                 room = state.reservations[waiter] = CoreRoom(waiter, state.pools[DEVICE].take(wait.pages))
                 self._end(waiter, wait, "rooms_granted", room)
             elif refused is not None:
                 self._end(waiter, wait, "rooms_refused", refused)
             elif wait.due_ms is not None and wait.due_ms <= state.now_ms:
-                late = state.device_shortfall(wait.pages, state.available(DEVICE))
+                late = state.evictor.shortfall(wait.pages, state.evictor.available(DEVICE))
                 self._end(waiter, wait, "rooms_late", late)
 
     def _is_first(self, waiter: int) -> bool:
@@ -99,7 +99,7 @@ class Rooms:
 
     def within_reach(self, lease: CoreLease) -> int:
         """Pages that this lease may take now."""
-        return self._reserved(lease) + (0 if self._must_wait(lease) else self.state.available(DEVICE))
+        return self._reserved(lease) + (0 if self._must_wait(lease) else self.state.evictor.available(DEVICE))
 
     def take(self, lease: CoreLease, pages: int) -> Slots | None:
         """Slots for a lease, of its reservation first; None: refused, and nothing has been evicted."""
@@ -107,7 +107,7 @@ class Rooms:
         own = min(pages, self._reserved(lease))
         rest = pages - own
         state.cause = Cause("request", lease.rid)
-        if rest and (self._must_wait(lease) or not state.make_room(DEVICE, rest)):
+        if rest and (self._must_wait(lease) or not state.evictor.device_room(rest)):
             return None
         slots = state.pools[DEVICE].take(rest)
         return self.state.reservations[lease.room].draw(own) + slots if own else slots

@@ -1,15 +1,19 @@
 """Saving: device pages become host pages (write-back), host pages become objects of the storage (backup).
 
 One section opens at most one job of each kind; its ranges come in the order in which they were wanted.  Pages are reserved and
-pinned when they are wanted, the job's effect follows at the section's end.  Write-back is asked for by commit, lease, an agreed
-load, and eviction that passes a device-only node over; a refused or failed one by the next of these that passes the node.  A
-backup opens when its write-back is agreed; what it could not store is tried again by the agreed clock.
+pinned when they are wanted, the job's effect follows at the section's end.  Under write_through (and, for pages that have been used
+often enough, write_through_selective) write-back is asked for by commit, lease and an agreed load; a refused or failed one by the
+next of these that passes the node.  Under write_back `cleaning` asks.  Under each of them, what is put on the host below a
+device-only node asks for that one, and so does eviction that passes it over.
+
+A backup opens when its write-back is agreed; what it could not store is tried again by the agreed clock.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from hicache_actors.core.cleaning import Cleaner
 from hicache_actors.core.evictions import Cause
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
@@ -86,6 +90,9 @@ class WriteBackJob(_SavingJob):
     def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
         self.saving.written(part, good, bad)
 
+    def on_released(self) -> None:
+        self.saving.in_flight_pages -= sum(part.pages for part in self.ranges)
+
 
 class BackupJob(_SavingJob):
     """Pins, for each range: host source [start, end)."""
@@ -134,32 +141,41 @@ class Saving:
         self.retries: list[Retry] = []
         self._write_back: WriteBackJob | None = None  # of the open section
         self._backup: BackupJob | None = None
-        if state.config.write_policy == "write_through" and state.config.host_pages:
-            state.want_host = self.want_host
-            state.can_write_back = self.can_write_back
+        self.in_flight_pages = 0  # of open write-backs; they hold them until RELEASED
+        self.cleaner = Cleaner(self)
+        state.saving = self
 
     # -- device to host -----------------------------------------------------------------------------------------------------
 
-    def want_host(self, tail: Node, tokens: Tokens | None) -> None:
-        """Write back what the path to ``tail`` lacks on the host, ancestors first; unproven pages (below a fill) are left out."""
+    def passed(self, tail: Node, tokens: Tokens | None) -> None:
+        """The path to ``tail`` has been used, or proven: save what the write policy wants saved then."""
+        policies = self.state.policies
+        if policies.write != "write_back":
+            self.want_host(tail, tokens, least_hits=policies.least_hits)
+
+    def want_host(self, tail: Node, tokens: Tokens | None, *, least_hits: int = 0) -> bool:
+        """Write back what the path to ``tail`` lacks on the host, ancestors first, down to the first node of fewer hits.
+
+        Unproven pages (below a fill) are left out.  False: the host has no room for all of it.
+        """
         state = self.state
-        if state.degraded:
-            return
+        if state.degraded or not state.policies.saves:
+            return True
         at, missing = tail, 0
         while at.end:
-            if not at.at[HOST].state:
+            if not at.at[HOST].state and at.hits >= least_hits:
                 missing += len(at.at[DEVICE].slots) // SLOT_BYTES
             at = at.parent
         if not missing:
-            return
+            return True
         path = state.tree.path(tail, 0)
         # making room must not take the path's own pages
-        held = state.pins.lock_path(HOST, path) if missing > state.pools[HOST].free else []
+        held = state.pins.lock_path(path) if missing > state.pools[HOST].free else []
         runs: list[list[Node]] = []
         run: list[Node] = []
         for node in path:
             device, host = node.at
-            if device.state != READY:
+            if device.state != READY or (not host.state and node.hits < least_hits):
                 break
             if host.state:
                 run = []
@@ -167,25 +183,27 @@ class Saving:
                 if not run:
                     runs.append(run)
                 run.append(node)
-        for run in runs:
-            if not self._write_back_run(run, tokens):
-                break
-        state.pins.unlock_path(HOST, held)
+        whole = all(self._write_back_run(run, tokens) for run in runs)
+        state.pins.unlock_path(held)
+        return whole
 
     def can_write_back(self, node: Node) -> bool:
         """Is there room on the host for the node's pages?"""
-        return not self.state.degraded and self.state.available(HOST) >= node.end - self.state.tree.start(node)
+        state = self.state
+        pages = node.end - state.tree.start(node)
+        return not state.degraded and state.policies.saves and state.evictor.available(HOST) >= pages
 
     def _write_back_run(self, run: list[Node], tokens: Tokens | None) -> bool:
         """Reserve host slots for consecutive nodes, or for the first pages of them -> True if it was all."""
         state, tree, pins = self.state, self.state.tree, self.state.pins
         start, end = tree.start(run[0]), run[-1].end
         state.cause = _WRITE_BACK
-        state.make_room(HOST, end - start)
+        state.evictor.host_room(end - start, run[-1], draining=self.cleaner.draining)
         room = state.pools[HOST].free
         whole = room >= end - start
         if not whole:
-            state.count("write_back_refused_pages", end - start - room)
+            if not state.policies.protects_dirty:  # else it is tried in every section
+                state.count("write_back_refused_pages", end - start - room)
             run, _ = tree.cut_at(run[-1], start, start + room)
             if not run:
                 return False
@@ -197,9 +215,13 @@ class Saving:
         slots = state.pools[HOST].take(end - start)
         for node in run:
             begin = tree.start(node) - start
-            tree.put(node, HOST, slots[begin * SLOT_BYTES : (node.end - start) * SLOT_BYTES], FILLING, job.id)
+            state.residents.put(
+                node, HOST, slots[begin * SLOT_BYTES : (node.end - start) * SLOT_BYTES], FILLING, job.id
+            )
             job.sources.append(node.at[DEVICE].slots)
             job.events.update((id(event), event) for event in node.events)
+        state.residents.enlist(run[-1], HOST)  # now, where it is as recent as its pages; jobs do not move it
+        self.in_flight_pages += end - start
         job.targets.append(slots)
         pin = pins.pin(HOST, run[-1], start)
         job.pins += (pin, pins.pin(DEVICE, run[-1]))
@@ -217,6 +239,8 @@ class Saving:
         if bad:
             state.count("write_back_failed_pages", bad[-1].end - state.tree.start(bad[0]))
             state.pins.lose(HOST, bad)
+            for node in bad:
+                state.residents.give_up(node)
         if good and state.storage:
             self.want_stored(good[-1], part.tokens)
 
@@ -312,7 +336,12 @@ class Saving:
 
     # -- section ------------------------------------------------------------------------------------------------------------
 
-    def end_section(self) -> None:
+    def end_section(self, *, drain: bool) -> None:
+        """``drain``: somebody waits until everything is saved."""
+        if self.state.policies.protects_dirty and not self.state.degraded:
+            self.cleaner.ahead()
+            if drain:
+                self.cleaner.drain()
         if self._write_back is not None:
             self.state.effects.append(self._write_back.effect())
             self._write_back = None
@@ -339,11 +368,11 @@ class Saving:
 
     @property
     def idle(self) -> bool:
-        """No write-back, backup or retry is open, and no backlog is left."""
-        return (
-            not self.retries
-            and not self.state.backlog
-            and not any(
-                isinstance(job, _SavingJob) and job.phase is not Phase.LIMBO for job in self.state.jobs.open.values()
-            )
+        """No write-back, backup or retry is open, no backlog is left, and no host page will come free for a dirty one."""
+        if self.retries or self.state.backlog:
+            return False
+        waits = self.state.policies.protects_dirty and self.state.residents.dirty_pages > 0
+        return not any(
+            isinstance(job, _SavingJob) and (waits or job.phase is not Phase.LIMBO)
+            for job in self.state.jobs.open.values()
         )

@@ -6,37 +6,27 @@ import enum
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.evictions import Cause, Evictions
 from hicache_actors.core.jobs import Job, Jobs
 from hicache_actors.core.news import News
-from hicache_actors.core.node import PLACES, TIERS, UNSTORED, WAITING, Node
-from hicache_actors.core.order import ORDERS
+from hicache_actors.core.node import PLACES, TIERS, Node
 from hicache_actors.core.pins import Pins
+from hicache_actors.core.policies import Policies
 from hicache_actors.core.pool import Pool
 from hicache_actors.core.reservation import CoreRoom
+from hicache_actors.core.residents import Residents
 from hicache_actors.core.totals import Totals
 from hicache_actors.core.tree import Tree
-from hicache_actors.core.words import (
-    ABSENT,
-    DEVICE,
-    HOST,
-    SLOT_BYTES,
-    TIER_NAMES,
-    Effect,
-    Forget,
-    Phase,
-    Shortfall,
-    Slots,
-    Tokens,
-)
+from hicache_actors.core.words import TIER_NAMES, Effect, Forget, Phase, Tokens
 from hicache_actors.errors import UsageError
 
 if TYPE_CHECKING:
+    from hicache_actors.core.eviction import Evictor
     from hicache_actors.core.lease import CoreLease
+    from hicache_actors.core.saving import Saving
 
 KEPT_DECISIONS: Final = 256  #: the last ones, for the report of a divergence
 
@@ -65,6 +55,7 @@ class Note(enum.IntEnum):
     DEGRADE = 17
     ACQUIRE = 18
     STORAGE = 19
+    POLICY = 20
     LOOKUP = 30
     SAVE = 31
     FINISH = 32
@@ -90,7 +81,9 @@ class State:
         self.engine_owned = config.slots == "engine"  # then no page is resident on the device
         totals = (0 if self.engine_owned else config.device_pages, config.host_pages)
         self.pools = tuple(Pool(TIER_NAMES[place % TIERS], totals[place % TIERS]) for place in PLACES)
-        self.tree = Tree(config.page_size, tuple(ORDERS[config.eviction]() for _ in PLACES))
+        self.policies = policies = Policies(config)
+        self.residents = Residents(policies.eviction, protect_dirty=policies.protects_dirty)
+        self.tree = Tree(config.page_size, self.residents, policies.traits)
         self.pins = Pins(self.tree, self.pools)
         self.jobs = Jobs(config.table_slots, config.table_rows)
         self.effects: list[Effect] = []
@@ -112,8 +105,8 @@ class State:
         self._orders = 0
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}
-        self.can_write_back: Callable[[Node], bool] = lambda _: False
-        self.want_host: Callable[[Node, Tokens | None], None] = lambda _node, _tokens: None
+        self.evictor: Evictor  # puts itself here, as does:
+        self.saving: Saving
 
     def next_order(self) -> int:
         """Who came before whom, among leases and waits for room."""
@@ -158,96 +151,3 @@ class State:
         self.pins.unpin(job.pins)
         self.pools[job.place].give(job.slots)
         job.pins, job.slots = [], b""
-
-    # -- room ---------------------------------------------------------------------------------------------------------------
-
-    def available(self, place: int) -> int:
-        """Pages that `make_room` can provide; exact on the device."""
-        return self.pools[place].free + self.tree.evictable[place]
-
-    def device_shortfall(self, need: int, available: int) -> Shortfall:
-        """Why ``need`` device pages cannot be had, and how many will come free by themselves."""
-        jobs = self.jobs.open.values()
-        freeing = self.jobs.own_pages(DEVICE, limbo=True)
-        freeing += self.pins.pages_held_only_by((pin for job in jobs for pin in job.pins), DEVICE)
-        self.count("device_shortfalls")
-        return Shortfall("device_capacity", need - available, freeing)
-
-    def make_room(self, place: int, pages: int) -> bool:
-        """Evict, in policy order, until ``pages`` slots are free.
-
-        On the device a refusal (False) has evicted nothing.  On the host, where pins are ranges, what could be evicted has been:
-        the caller takes what is free.
-
-        A victim that is still on the other tier stays in the tree; another leaves it.  A device-only victim above host-only pages
-        would take them along: it is passed over, and its write-back asked for, while that is possible (or a job is at work on
-        them) and others can go instead.
-        """
-        pool, tree = self.pools[place], self.tree
-        short = pages - pool.free
-        if short <= 0:
-            return True
-        if place == DEVICE and short > tree.evictable[place]:
-            return False
-        pop = tree.orders[place].pop
-        freed: list[Slots] = []
-        aside: list[Node] = []
-        passed = 0
-        got = 0
-        while got < short:
-            residency = pop()
-            if residency is not None:
-                if residency.locks or residency.kids:
-                    continue  # offered again when its last lock or child goes
-                node = residency.node
-                if place == DEVICE and node.kids and not node.at[HOST].state and self._worth_keeping(node):
-                    aside.append(node)
-                    continue
-            elif passed < len(aside):
-                node = aside[passed]
-                passed += 1
-                residency = node.at[place]
-            else:
-                break
-            freed.append(residency.slots)
-            got += len(residency.slots) // SLOT_BYTES
-            self._evict(node, place)
-        if freed:
-            pool.give(b"".join(freed))
-            self.note(Note.EVICT, place, got, len(freed))
-            self.count("evicted_device_pages" if place == DEVICE else "evicted_host_pages", got)
-            self.changed = True
-        for node in aside[passed:]:
-            tree.offer(place, node.at[place])
-            self.want_host(node, None)
-        return got >= short
-
-    def _worth_keeping(self, node: Node) -> bool:
-        """A device-only node above host pages: can it be saved, or is somebody at work on these?"""
-        return self.can_write_back(node) or any(below.at[HOST].locks for below in self.tree.subtree(node))
-
-    def _evict(self, node: Node, place: int) -> None:
-        tree, residency, parent = self.tree, node.at[place], node.parent
-        pages = len(residency.slots) // SLOT_BYTES
-        self.evictions.remember(node, pages, place, self.now_ms, self.cause)
-        tree.evictable[place] -= pages
-        tree.resident[place] -= pages
-        residency.slots, residency.state = b"", ABSENT
-        if place == DEVICE:
-            node.events = ()
-        above = parent.at[place]
-        above.kids -= 1
-        if not above.kids:
-            above.tick = max(above.tick, residency.tick)  # a parent has been used whenever its child was
-            tree.offer(place, above)
-        if any(other.state for other in node.at):
-            if place == HOST and node.stored == WAITING:
-                node.stored = UNSTORED
-        elif node.kids:
-            before = self.pins.dropped_pages
-            self.pins.drop(node)
-            self.count("dropped_subtree_pages", self.pins.dropped_pages - before + pages)
-        else:
-            tree.remove(node)
-            if place == DEVICE:
-                self.count("dropped_pages", pages)

@@ -9,11 +9,11 @@ with everything below it (`pins.Pins.lose` sees to both).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hicache_actors.core.node import NOWHERE, PLACES, STORED, TAG_BYTES, UNSTORED, Node, Residency, cut
-from hicache_actors.core.order import Order
-from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT_BYTES, TOKEN_BYTES
+from hicache_actors.core.residents import Residents
+from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, SLOT_BYTES, TOKEN_BYTES
 from hicache_actors.keys.scope import Scope
 
 _MAX_HINTS = 1024
@@ -21,24 +21,23 @@ _SLICE_NODES = 2048
 
 
 class Tree:
-    """Nodes and their order; it moves no slots and knows neither pins nor jobs.
+    """Nodes and their links; it moves no slots and knows neither pins nor jobs.
 
-    Counters, per place: ``evictable`` (pages without a lock) and ``resident`` (pages that nodes hold); over all:
-    ``pages`` in the tree and ``stored_pages`` of them that the storage has acknowledged.
+    ``pages`` are those in the tree, ``stored_pages`` those of them that the storage has acknowledged; ``residents`` knows where
+    they are.  Nodes of unequal ``traits`` are never joined.
     """
 
-    def __init__(self, page_size: int, orders: tuple[Order, ...]) -> None:
+    def __init__(self, page_size: int, residents: Residents, traits: Callable[[Node], object] = lambda _: None) -> None:
         self.page_bytes = page_size * TOKEN_BYTES
-        self.orders = orders
+        self.residents = residents
+        self._traits = traits
         self.table: dict[bytes, Node] = {}
         self.roots: dict[Scope, Node] = {}
         self._scopes: dict[bytes, Scope] = {}
         self._garbage: list[dict[bytes, Node]] = []
         self.hints: dict[bytes, int] = {}  # child key -> depth in pages that the storage was last seen to reach
-        self.evictable = [0] * len(PLACES)
-        self.resident = [0] * len(PLACES)
         self.pages = self.stored_pages = 0
-        self._tags = self._clock = 0
+        self._tags = 0
 
     # -- walking: changes nothing -------------------------------------------------------------------------------------------
 
@@ -169,38 +168,6 @@ class Tree:
         self.pages += stop - page
         return node
 
-    def put(self, node: Node, place: int, slots: bytes, state: int, filler: int = 0) -> None:
-        """Make an absent residency present.  The caller pins it or touches the node, so it need not be listed here."""
-        residency = node.at[place]
-        assert residency.state == ABSENT
-        residency.slots, residency.state, residency.filler = slots, state, filler
-        for other in node.at:
-            if other.tick > residency.tick:
-                residency.tick = other.tick
-        node.parent.at[place].kids += 1
-        pages = len(slots) // SLOT_BYTES
-        self.evictable[place] += pages
-        self.resident[place] += pages
-
-    def touch(self, node: Node) -> None:
-        """The node has been used now; whoever is used now is evicted last."""
-        tick = self._clock = self._clock + 1
-        for order, residency in zip(self.orders, node.at, strict=True):
-            if residency.state:
-                residency.tick = tick
-                order.touch(residency)
-
-    def offer(self, place: int, residency: Residency) -> None:
-        """List the residency again if it is (again) a candidate of eviction."""
-        if (
-            residency.state
-            and not residency.locks
-            and not residency.kids
-            and residency.older is None
-            and residency.node.parent is not NOWHERE
-        ):
-            self.orders[place].offer(residency)
-
     def split(self, node: Node, depth: int) -> Node:
         """Cut the node at ``depth`` (pages, inside its span) -> the new head.  The tail keeps its identity, so pins hold."""
         page_bytes = self.page_bytes
@@ -215,6 +182,8 @@ class Tree:
             depth,
             hits=node.hits,
             priority=node.priority,
+            dirty=node.dirty,
+            stuck=node.dirty + (node.stuck > 0),
             stored=node.stored,
             events=node.events,
         )
@@ -254,9 +223,6 @@ class Tree:
         self.pages -= pages
         if node.stored == STORED:
             self.stored_pages -= pages
-        for order, residency in zip(self.orders, node.at, strict=True):
-            if residency.older is not None:
-                order.discard(residency)
         cut(node)
 
     def set_stored(self, node: Node, stored: int) -> None:
@@ -268,8 +234,9 @@ class Tree:
     def join(self, tail: Node) -> int:
         """Join the single-child chains through ``tail`` -> nodes that went.
 
-        Only equals are joined: same residencies, none filling, unlocked, same standing with the storage, and the upper not used
-        later than the lower (so eviction stays exact).  Decode commits page by page; this makes two nodes of 384.
+        Only equals are joined: same residencies, none filling, unlocked, same standing with the storage, equal in what the policies
+        look at, and the upper not used later than the lower (so eviction stays exact).  Decode commits page by page; this makes two
+        nodes of 384.
         """
         if tail.tag == b"" or tail.parent is NOWHERE:
             return 0
@@ -293,6 +260,8 @@ class Tree:
     def _joinable(self, upper: Node, lower: Node) -> bool:
         if upper.parent is NOWHERE or upper.stored != lower.stored or upper.stored not in (UNSTORED, STORED):
             return False
+        if upper.dirty != lower.dirty or self._traits(upper) != self._traits(lower):
+            return False
         for above, below in zip(upper.at, lower.at, strict=True):
             if above.state != below.state or above.state == FILLING or above.locks or below.locks:
                 return False
@@ -312,8 +281,6 @@ class Tree:
         tail.events = tuple({id(event): event for node in chain for event in node.events}.values())
         for place, residency in enumerate(tail.at):
             residency.slots = b"".join([node.at[place].slots for node in chain])
-            for node in chain[:-1]:
-                self.orders[place].discard(node.at[place])
         for node in chain[:-1]:
             cut(node)
 
@@ -329,10 +296,7 @@ class Tree:
             root.kid, root.kids = None, 0
             for residency in root.at:
                 residency.kids = residency.locks = 0
-        for order in self.orders:
-            order.drop()
-        self.evictable = [0] * len(PLACES)
-        self.resident = [0] * len(PLACES)
+        self.residents.clear()
         self.pages = self.stored_pages = 0
 
     @property

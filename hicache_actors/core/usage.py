@@ -30,9 +30,9 @@ class Usage(msgspec.Struct, frozen=True):
     """``jobs`` counts open jobs by "kind.phase", such as "load.run"; ``nodes`` are those of the tree, roots not counted.
 
     ``waiting_rooms`` wait for device pages, ``reserved_pages`` have been granted and not been taken yet.  ``staged_pages`` are
-    host pages in the hands of prefetches.  ``backlog_nodes``: since a store was attached, how many nodes are
-    still to be looked at for pages to back up.  ``served`` is the sum of the accounts of all leases that have
-    computed and ended (``served_leases``); ``returned_leases`` ended before they computed anything.
+    host pages in the hands of prefetches.  ``backlog_nodes``: since a store was attached, how many nodes are still to be looked at
+    for pages to back up.  ``dirty_pages`` are on the device alone and may still be saved.  ``served`` is the sum of the accounts
+    of all leases that have computed and ended (``served_leases``); ``returned_leases`` ended before they computed anything.
     """
 
     device: TierUsage
@@ -40,6 +40,7 @@ class Usage(msgspec.Struct, frozen=True):
     nodes: int
     tree_pages: int
     stored_pages: int
+    dirty_pages: int
     leases: int
     jobs: Mapping[str, int]
     retries: int
@@ -56,7 +57,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 def tier_usage(state: State, place: int) -> TierUsage:
     """O(open jobs + leases + pins), whatever the tree holds."""
-    owned = state.tree.resident[place] + state.jobs.own_pages(place, limbo=False)
+    owned = state.residents.resident[place] + state.jobs.own_pages(place, limbo=False)
     if place == DEVICE:
         owned += sum(lease.private_pages for lease in state.leases.values()) + reserved_pages(state)
     strays = sum(len(stray.slots) for stray in state.pins.strays(place)) // SLOT_BYTES
@@ -65,7 +66,7 @@ def tier_usage(state: State, place: int) -> TierUsage:
         free_pages=state.pools[place].free,
         owned_pages=owned,
         limbo_pages=state.jobs.own_pages(place, limbo=True) + strays,
-        evictable_pages=state.tree.evictable[place],
+        evictable_pages=state.residents.evictable(place),
     )
 
 
@@ -81,6 +82,7 @@ def usage(state: State, staged_pages: int, retries: int, pending_acquires: int, 
         nodes=len(state.tree.table),
         tree_pages=state.tree.pages,
         stored_pages=state.tree.stored_pages,
+        dirty_pages=state.residents.dirty_pages,
         leases=len(state.leases),
         jobs=dict(Counter(f"{job.kind}.{job.phase.name.lower()}" for job in state.jobs.open.values())),
         retries=retries,

@@ -188,6 +188,8 @@ class Waiting:
     def stored(self, tokens: Tokens) -> int:
         self._last += 1
         self.stores[self._last] = Stores(tokens)
+        if self.state.policies.write == "write_back":
+            self._save_path(tokens)
         self.state.changed = True
         return self._last
 
@@ -195,6 +197,20 @@ class Waiting:
         self.leases.loads.rooms.ask(self._last + 1, n_tokens, deadline_s)
         self._last += 1
         return self._last
+
+    def _save_path(self, tokens: Tokens) -> None:
+        """write_back saves when it must; who waits for it need not."""
+        tree, key, stop = self.state.tree, tokens.packed, len(tokens) // self.state.page
+        node = tree.root(tokens.scope)
+        while node.end < stop:
+            child = tree.child(node, key, node.end)
+            if child is None or not child.at[DEVICE].state:
+                break
+            if tree.shared(child, key, node.end, stop) < child.end:
+                self.saving.want_host(child, None)  # some of its pages are the prompt's
+                return
+            node = child
+        self.saving.want_host(node, tokens)
 
     def drained(self) -> int:
         self._last += 1
@@ -234,11 +250,22 @@ class Waiting:
             self.drains.clear()
 
     def pages_left(self) -> int:
-        """Pages in the tree that the write policy wants saved and that are not (with a storage: stored, without: on the host)."""
+        """Pages in the tree that the write policy wants saved and that are not (with a storage: stored, without: on the host).
+
+        O(nodes) under write_through_selective, else O(1).
+        """
         state, tree = self.state, self.state.tree
-        if state.config.write_policy == "none":
+        least = state.policies.least_hits
+        if state.policies.write == "none":
             return 0
-        return tree.pages - (tree.stored_pages if state.storage else tree.resident[HOST])
+        if least:
+            wanted = (node for node in tree.table.values() if node.hits >= least)
+            return sum(
+                node.end - tree.start(node)
+                for node in wanted
+                if (node.stored != STORED if state.storage else not node.at[HOST].state)
+            )
+        return tree.pages - (tree.stored_pages if state.storage else state.residents.resident[HOST])
 
     def _stored_now(self, entry: Stores) -> tuple[int, str | None]:
         """-> (tokens of the acknowledged leading run, why not more: None if that is all, "pending" if more may come)."""
@@ -277,4 +304,6 @@ class Waiting:
         host = node.at[HOST]
         under_way = node.stored in (SAVING, WAITING) or host.state == FILLING or (unproven and host.state != READY)
         under_way = under_way or (bool(self.state.backlog) and host.state == READY)
+        if not under_way and not host.state and node.hits < self.state.policies.least_hits:
+            return "policy"
         return "pending" if under_way else "given_up"

@@ -103,6 +103,18 @@ class Shortfall(msgspec.Struct, frozen=True):
     freeing_pages: int = 0
 
 
+class PolicyRefused(msgspec.Struct, frozen=True):
+    """Another policy cannot be followed now; nothing has changed.
+
+    "dirty_pages": ``pages`` are on the device alone, and only write_back saves them before they go (drain first).  "host_gaps":
+    pages on the host lack their prefix there (they go when they are evicted, or with a reset).  "changing": the change before is
+    still being carried out.  "engine_owned": the engine decides what is saved.
+    """
+
+    reason: Literal["dirty_pages", "host_gaps", "changing", "engine_owned", "degraded"]
+    pages: int = 0
+
+
 class LoadResult(msgspec.Struct, frozen=True):
     valid_tokens: int
     failed: Failure | None = None

@@ -131,7 +131,7 @@ class Model:
                     pages = [by_slot[DEVICE][slot] for slot in source]
                     self.jobs[effect.job] = ModelJob("write_back", source, target, pages)
                     for path, slot in zip(pages, target, strict=True):
-                        assert path not in self.held[HOST], "written back twice"
+                        assert path not in self.held[HOST] or self.core.state.residents.protects_dirty, "written twice"
                         self.held[HOST][path] = slot
                         self.filling[HOST].add(path)
                 case StartLoad():

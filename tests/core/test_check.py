@@ -23,7 +23,7 @@ def leaf(core: Core) -> Node:
 
 
 def break_order(core: Core) -> None:
-    core.state.tree.orders[HOST].discard(leaf(core).at[HOST])
+    core.state.residents.host.pop()
 
 
 def break_stored(core: Core) -> None:
@@ -56,13 +56,14 @@ def break_closure(core: Core) -> None:
             node.at[place].locks = 0
     core.state.pins.all.clear()
     residency = head(core).at[DEVICE]
-    core.state.tree.orders[DEVICE].discard(residency)
+    if residency.lane is not None:
+        residency.lane.discard(residency)
     residency.slots, residency.state = b"", 0
     head(core).parent.at[DEVICE].kids -= 1
 
 
 def break_evictable(core: Core) -> None:
-    core.state.tree.evictable[DEVICE] += 1
+    core.state.residents.unlocked[DEVICE] += 1
 
 
 def break_locks(core: Core) -> None:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hicache_actors.core import Core, CoreLease
+from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.order import EVICTIONS, Eviction
 from hicache_actors.core.words import (
     DEVICE,
     Effect,
@@ -22,6 +24,7 @@ from hicache_actors.keys.scope import NO_SCOPE, Scope
 from .kit import ALL, PAGE, Toks, make
 from .model import GARBAGE, Model, paths
 
+POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back", "none"]
 BIG = 1 << 40  # ids beyond 32 bits
 
 
@@ -45,9 +48,24 @@ class CoreMachine(RuleBasedStateMachine):
     core: Core
     model: Model
 
-    @initialize(device=st.integers(14, 24), host=st.integers(8, 40), policy=st.sampled_from(["timeout", "best_effort"]))
-    def open(self, device: int, host: int, policy: str) -> None:
-        self.core = make(device, host, prefetch_policy=policy, retry_delays_s=(1, 4), table_slots=8, table_rows=8)
+    @initialize(
+        device=st.integers(14, 24),
+        host=st.integers(8, 40),
+        policy=st.sampled_from(["timeout", "best_effort"]),
+        write_policy=st.sampled_from(POLICIES),
+        eviction=st.sampled_from(EVICTIONS),
+    )
+    def open(self, device: int, host: int, policy: str, write_policy: WritePolicy, eviction: Eviction) -> None:
+        self.core = make(
+            device,
+            host,
+            prefetch_policy=policy,
+            write_policy=write_policy,
+            eviction=eviction,
+            retry_delays_s=(1, 4),
+            table_slots=8,
+            table_rows=8,
+        )
         self.model = Model(self.core)
         self.made = self.now_ms = 0
         self.waiters: dict[int, tuple[str, Toks]] = {}
@@ -80,13 +98,18 @@ class CoreMachine(RuleBasedStateMachine):
         effects = self.core.take_effects()
         self.model.take(effects)
         self.core.check()
-        self.model.compare(may_evict=may_evict)
+        self.model.compare(may_evict=may_evict or self.saves_ahead)
         for effect in effects:
             if isinstance(effect, Wake) and effect.waiter in self.waiters:
                 rid, tokens = self.waiters.pop(effect.waiter)
                 assert isinstance(effect.value, CoreLease)
                 self.model.leases[rid] = effect.value, tokens
         return effects
+
+    @property
+    def saves_ahead(self) -> bool:
+        """The end of any section may make room on the host."""
+        return self.core.state.residents.protects_dirty
 
     def name(self) -> str:
         self.made += 1
@@ -155,9 +178,13 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.usage().device
         held = len(lease.pages)
         need = max(0, -(-(lease.capacity_tokens + n_tokens) // PAGE) - held)
+        lost = self.core.counts.get("dropped_dirty_pages", 0)
         answer = self.core.allocate(lease, n_tokens)
         fits = need <= before.free_pages + before.evictable_pages
-        assert (answer is None) == fits, "evictable is exact"
+        if self.core.counts.get("dropped_dirty_pages", 0) == lost:
+            assert (answer is None) == fits, "evictable is exact"
+        else:
+            assert (answer, fits) == (None, False), "dirty pages go when nothing else will do"
         if answer is not None:
             assert self.core.usage().device == before, "a refusal has evicted nothing"
             assert answer.missing_pages == need - before.free_pages - before.evictable_pages
@@ -253,7 +280,11 @@ class CoreMachine(RuleBasedStateMachine):
     def drained(self) -> None:
         waiter = self.core.drained()
         answered = [e for e in self.section(may_evict=False) if isinstance(e, Wake) and e.waiter == waiter]
-        idle = not any(k in ("write_back.run", "backup.run") for k in self.core.usage().jobs)
+        usage = self.core.usage()
+        phases = (
+            ("run", "limbo") if self.saves_ahead and usage.dirty_pages else ("run",)
+        )  # their host pages may come free
+        idle = not any(f"{kind}.{phase}" in usage.jobs for kind in ("write_back", "backup") for phase in phases)
         assert bool(answered) == (self.core.degraded or (idle and not self.core.usage().retries))
         self.core.cancel_waiter(waiter)
 
@@ -303,6 +334,18 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.apply(self.now_ms, [], [])
         self.section(may_evict=False)
         assert self.core.next_due_ms is None or self.core.next_due_ms > self.now_ms
+
+    @rule(odds=st.integers(0, 3), write_policy=st.sampled_from(POLICIES), eviction=st.sampled_from(EVICTIONS))
+    def change(self, odds: int, write_policy: WritePolicy, eviction: Eviction) -> None:
+        if odds == 0:
+            self.core.set_eviction(eviction)
+        elif odds == 1:
+            dirty, gaps = self.core.usage().dirty_pages, self.core.state.residents.gaps
+            lossy = self.saves_ahead and bool(dirty or gaps)
+            other = write_policy != self.core.state.policies.write
+            refused = self.core.set_write_policy(write_policy)
+            assert (refused is not None) == (other and (self.core.degraded or lossy))
+        self.section(may_evict=False)
 
     @rule(odds=st.integers(0, 9))
     def reset(self, odds: int) -> None:

@@ -89,7 +89,7 @@ PLANTS: dict[str, Plant] = {
     "core: opening a load": _core("_loads.open", once=False),
     "core: the result of a load": _core("_loads.settle", once=False),
     "core: a lease": _core("_leases._descend"),
-    "core: the first allocation": _core("state.make_room"),
+    "core: the first allocation": _core("state.evictor.device_room"),
     "core: a publication": _core("state.tree.add", once=False),
     "core: the wish to save": _core("_saving._write_back_run", once=False),
     "core: the result of a write-back": _core("_saving.written", once=False),
