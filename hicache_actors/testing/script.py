@@ -10,14 +10,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 from hicache_actors.core import Core, CoreLease
+from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.order import EVICTIONS
 from hicache_actors.core.words import Shortfall, Wake
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope
 from hicache_actors.testing.world import SimWorld
 
+SWITCHED_POLICIES: Final[tuple[WritePolicy, ...]] = ("write_through", "write_through_selective", "write_back")
 FAMILIES = 6
 BRANCHES = 3
 MAX_LIVE = 6
@@ -67,11 +70,13 @@ class TwinScript:
         world: SimWorld,
         section: Callable[[], AbstractContextManager[None]],
         defer: Callable[[Callable[[Any], object]], None],
+        *,
+        switches: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.local_rng = random.Random(world.rng.random())
         self.core, self.world, self.section, self.defer = core, world, section, defer
-        self.page_size = world.page_size
+        self.page_size, self.switches = world.page_size, switches
         self.live: list[_Request] = []
         self.operations = self.step = 0
         self.stats: Counter[str] = Counter()
@@ -105,6 +110,8 @@ class TwinScript:
                 self.stats["reset"] += 1
             elif x < 0.97:
                 self._ask_waiters()
+            elif x < 0.98 and self.switches:
+                self._switch()
 
     def wind_down(self) -> None:
         """A step that finishes what runs and starts nothing."""
@@ -350,6 +357,15 @@ class TwinScript:
                     self.core.cancel_waiter(asked[0])
                     self._waiters.discard(asked[0])
                     self.stats["waiter_cancelled"] += 1
+
+    def _switch(self) -> None:
+        rng = self.rng
+        with self.section():
+            if rng.random() < 0.5:
+                refused = self.core.set_write_policy(rng.choice(SWITCHED_POLICIES))
+            else:
+                refused = self.core.set_eviction(rng.choice(EVICTIONS))
+        self.stats["policy_set" if refused is None else f"policy_{refused.reason}"] += 1
 
     def _held_waiters(self) -> set[int]:
         return {request.waiter for request in self.live if request.waiter is not None}

@@ -9,23 +9,19 @@ have seen a wrong byte, and ``check()`` must hold; at the end every pool is whol
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar, get_args
-
-import msgspec
+from typing import TypeVar
 
 from hicache_actors.core import Core, CoreConfig
-from hicache_actors.core.config import PrefetchPolicy, SlotOwner
 from hicache_actors.core.words import TIER_NAMES, Effect, Wake
 from hicache_actors.errors import PeerError, TransferError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import AutoDriver, Board, Driver, Pending, Round, RoundVector, StepDriver
 from hicache_actors.testing.block_script import BlockScript
-from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.script import BRANCHES, FAMILIES, TwinScript, family_scope, family_tokens
+from hicache_actors.testing.twin_options import TwinOptions, parse
 from hicache_actors.testing.world import SimWorld, page_keys
 
 MAX_WIND_DOWN_STEPS = 4000
@@ -39,65 +35,6 @@ class TwinFailure(AssertionError):
     def __init__(self, kind: str, options: TwinOptions, step: int, detail: object) -> None:
         super().__init__(f"{kind} at step {step} of seed {options.seed}: {detail}")
         self.kind, self.step, self.detail = kind, step, detail
-
-
-class TwinOptions(msgspec.Struct, frozen=True):
-    """One run.  Everything random comes from ``seed``."""
-
-    seed: int = 0
-    operations: int = 300
-    ranks: int = 2
-    lag: int = 1
-    page_size: int = 4
-    device_pages: int = 64
-    host_pages: int = 80
-    table_slots: int = 64
-    table_rows: int = 64
-    kill_step: int | None = None  #: after this step the last rank's movers are dead
-    check_every: int = 1  #: steps between two `check()`s
-    auto: bool = False  #: one rank with the auto driver
-    slots: SlotOwner = "owned"  #: "engine": the script is one of an engine that owns its blocks
-    prefetch_policy: PrefetchPolicy | None = None  #: None: it changes with the seed
-    faults: Faults = Faults()
-
-    def command(self) -> str:
-        """The shell command that runs the random script of these options again."""
-        parts = ["python -m hicache_actors.testing.twins", f"--seed {self.seed}"]
-        for given, usual, names in ((self, _DEFAULTS, _NUMBERS[1:]), (self.faults, _DEFAULTS.faults, _FAULTS)):
-            parts += [
-                f"--{name.replace('_', '-')} {getattr(given, name)}"
-                for name in names
-                if getattr(given, name) != getattr(usual, name)
-            ]
-        return " ".join(parts + ["--auto"] * self.auto + ["--slots engine"] * (self.slots == "engine"))
-
-    def core_config(self) -> CoreConfig:
-        return CoreConfig(
-            page_size=self.page_size,
-            device_pages=self.device_pages,
-            host_pages=self.host_pages,
-            prefetch_threshold_tokens=2 * self.page_size,
-            prefetch_policy=self.prefetch_policy or get_args(PrefetchPolicy)[self.seed % 3],
-            retry_delays_s=(0.2, 0.4, 0.8),
-            table_slots=self.table_slots,
-            table_rows=self.table_rows,
-            slots=self.slots,
-        )
-
-
-_DEFAULTS = TwinOptions()
-_NUMBERS = (
-    "seed",
-    "operations",
-    "ranks",
-    "lag",
-    "device_pages",
-    "host_pages",
-    "table_slots",
-    "table_rows",
-    "kill_step",
-)
-_FAULTS = ("hang", "fail", "unsound", "deadline_ms")
 
 
 class Group:
@@ -217,7 +154,9 @@ class Twins:
             if options.slots == "engine":
                 rank.script = BlockScript(options.seed, rank.core, rank.world, driver.section)
             else:
-                rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+                rank.script = TwinScript(
+                    options.seed, rank.core, rank.world, driver.section, driver.defer, switches=options.switches
+                )
             if attach is not None:
                 attach(rank)
             self.ranks.append(rank)
@@ -324,7 +263,9 @@ def run_auto(options: TwinOptions, *, make_core: Callable[[CoreConfig], Core] = 
         turn.append,
         lambda delay_s, fn: rank.world.at(delay_s * 1000, fn),
     )
-    rank.script = TwinScript(options.seed, rank.core, rank.world, driver.section, driver.defer)
+    rank.script = TwinScript(
+        options.seed, rank.core, rank.world, driver.section, driver.defer, switches=options.switches
+    )
     pace = random.Random(options.seed)
     for step in range(1, options.operations + MAX_WIND_DOWN_STEPS):
         ready, turn[:] = list(turn), []
@@ -366,25 +307,13 @@ def run(options: TwinOptions) -> TwinRank:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replay one run, or a range of seeds; prints what happened."""
-    parser = argparse.ArgumentParser(prog="python -m hicache_actors.testing.twins", description=main.__doc__)
-    parser.add_argument("--seeds", type=int, default=1, help="run this many seeds, from --seed on")
-    parser.add_argument("--auto", action="store_true", help="one rank with the auto driver")
-    parser.add_argument(
-        "--slots", choices=get_args(SlotOwner), default=_DEFAULTS.slots, help="who owns the device slots"
-    )
-    for name in _NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULTS, name))
-    for name in _FAULTS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(_DEFAULTS.faults, name))
-    given = vars(parser.parse_args(arguments))
-    seeds = given.pop("seeds")
-    faults = Faults(**{name: given.pop(name) for name in _FAULTS})
+    runs = parse(arguments, main.__doc__)
     stats: Counter[str] = Counter()
-    for seed in range(given["seed"], given["seed"] + seeds):
-        rank = run(TwinOptions(**{**given, "seed": seed}, faults=faults))
+    for options in runs:
+        rank = run(options)
         stats.update(rank.script.stats)
         stats.update({f"core.{name}": count for name, count in rank.core.counts.items()})
-    print(f"{seeds} clean: {dict(sorted(stats.items()))}")
+    print(f"{len(runs)} clean: {dict(sorted(stats.items()))}")
     return 0
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from hicache_actors.testing.block_script import BlockScript
 from hicache_actors.testing.mover import Faults
-from hicache_actors.testing.twins import TwinFailure, TwinOptions, TwinRank, run, run_twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import TwinFailure, TwinRank, run, run_twins
 
 CHUNK = 12
 HAPPENED = (

@@ -8,7 +8,8 @@ from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Effect, Shortfall, StartLoad
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.mover import Faults
-from hicache_actors.testing.twins import TwinOptions, TwinRank, Twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import TwinRank, Twins
 
 PAGE = 4
 CALM = Faults(hang=0.0, fail=0.0)

@@ -15,7 +15,8 @@ from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.words import HOST, SLOT_BYTES, Phase
 from hicache_actors.ranks import Agreed, Board, Round, RoundVector, WireMap
-from hicache_actors.testing.twins import TwinFailure, TwinOptions, TwinRank, run_twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import TwinFailure, TwinRank, run_twins
 
 SEEDS = 12
 

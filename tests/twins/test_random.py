@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 
 from hicache_actors.testing.mover import Faults
-from hicache_actors.testing.twins import TwinFailure, TwinOptions, main, run, run_twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import TwinFailure, main, run, run_twins
 
 CHUNK = 20
 HAPPENED = (

@@ -12,7 +12,8 @@ from hicache_actors.core import CoreLease
 from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.core.words import Effect, Shortfall, Wake
 from hicache_actors.keys.prompt import Prompt
-from hicache_actors.testing.twins import TwinOptions, TwinRank, Twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import TwinRank, Twins
 
 from .stage import PAGE
 

@@ -11,7 +11,8 @@ import pytest
 
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.words import Phase
-from hicache_actors.testing.twins import TwinOptions, run_auto, run_twins
+from hicache_actors.testing.twin_options import TwinOptions
+from hicache_actors.testing.twins import run_auto, run_twins
 
 CHUNK = 10
 
