@@ -24,7 +24,6 @@ from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
 from hicache_actors.backends.room import Room
 from hicache_actors.backends.shards import Identity
-from hicache_actors.backends.turns import Turns
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError, StoppedError
 
@@ -74,7 +73,6 @@ class FileBackend(Backend):
         self._next_check_s = 0.0
         self._counts: Counter[str] = Counter()
         self._last_error = ""
-        self._turns = Turns()
         self._room = Room(self._folder, self._admin, self._counts)
 
     async def open(self) -> None:
@@ -102,10 +100,7 @@ class FileBackend(Backend):
         return known + found
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        object_bytes = len(buffers[0]) if buffers else 0
-        async with self._turns.turn(object_bytes):
-            lengths, identities, error, disk = await self._workers.run(self._folder.read_many, keys, buffers)
-        self._turns.saw(object_bytes, disk=disk)
+        lengths, identities, error = await self._workers.run(self._folder.read_many, keys, buffers)
         found = [length >= 0 for length in lengths]
         self._known.add(identities, anyio.current_time())
         self._known.discard(key for key, here in zip(keys, found, strict=True) if not here)

@@ -25,8 +25,9 @@ from typing import Final, NamedTuple, TypeVar
 from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
-from hicache_actors.backends.posix import Publisher, blocks_read, make_folder
+from hicache_actors.backends.posix import Publisher, make_folder
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
+from hicache_actors.backends.turns import Turns
 from hicache_actors.errors import BackendError
 
 MISSING: Final = -1
@@ -41,20 +42,17 @@ TOUCH_AFTER_S: Final = 10
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _WORTH_HELP_BYTES: Final = 1 << 20
-_MEMORY_S: Final = 0.0002  # no read of an object from memory takes longer
 _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Outcome of `read_many`: per key the length read, or MISSING, TORN, FAILED; which files were read; the last error; whether
-    something that is slower than memory was waited for, as far as one can know."""
+    """Outcome of `read_many`: per key the length read, or MISSING, TORN, FAILED; which files were read; the last error."""
 
     lengths: list[int]
     identities: dict[str, Identity]
     error: OSError | None
-    disk: bool
 
 
 class Written(NamedTuple):
@@ -73,6 +71,7 @@ class Folder:
         self._quarantine = os.fsencode(os.path.join(root, "quarantine"))
         self._instance = self.ledger.instance.encode()
         self._publisher = Publisher()
+        self._turns = Turns()
         self._numbers = count()
 
     def open(self) -> None:
@@ -95,24 +94,8 @@ class Folder:
         return len(keys)
 
     def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
-        lengths: list[int] = []
-        identities: dict[str, Identity] = {}
-        error: OSError | None = None
-        touch_before_s = time.time() - TOUCH_AFTER_S
-        begun_s, blocks = time.monotonic(), blocks_read()
-        for key, buffer in zip(keys, buffers, strict=True):
-            _, path = self._find(key)
-            try:
-                length, identity = self._read(path, buffer, touch_before_s)
-                if length == TORN:
-                    self.quarantine(key, identity)
-                elif identity is not None:
-                    identities[key] = identity
-            except OSError as caught:
-                length, error = FAILED, caught
-            lengths.append(length)
-        slow = time.monotonic() - begun_s > len(keys) * _MEMORY_S  # a remote file system counts no blocks
-        return Found(lengths, identities, error, slow or blocks_read() != blocks)
+        with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
+            return self._read_all(keys, buffers)
 
     def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview], help: Help | None = None) -> Written:
         """Store what is not there yet, in order, as far as there is room; a large batch with another thread's ``help``."""
@@ -228,6 +211,24 @@ class Folder:
         name = key.encode()
         row = row_of(name)
         return row, b"%s/%s.kv" % (self._shards[row], name)
+
+    def _read_all(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
+        lengths: list[int] = []
+        identities: dict[str, Identity] = {}
+        error: OSError | None = None
+        touch_before_s = time.time() - TOUCH_AFTER_S
+        for key, buffer in zip(keys, buffers, strict=True):
+            _, path = self._find(key)
+            try:
+                length, identity = self._read(path, buffer, touch_before_s)
+                if length == TORN:
+                    self.quarantine(key, identity)
+                elif identity is not None:
+                    identities[key] = identity
+            except OSError as caught:
+                length, error = FAILED, caught
+            lengths.append(length)
+        return Found(lengths, identities, error)
 
     def _folder_of(self, row: int) -> bytes:
         return self._quarantine if row == QUARANTINE else self._shards[row]

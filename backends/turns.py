@@ -7,40 +7,42 @@ to be waited for, or objects are large, they do help.
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-import anyio
+from hicache_actors.backends.posix import blocks_read
 
 _SMALL_BYTES: Final = 256 << 10
 _PATIENCE_S: Final = 0.05
+_MEMORY_S: Final = 0.0002  # reading a small object from memory takes a fifth of it
 
 
 class Turns:
-    """On the loop.  Nobody waits for long: behind a read that hangs, others go on beside it."""
+    """Any thread.  Nobody waits for long: behind a read that hangs, others go on beside it."""
 
     def __init__(self) -> None:
-        self._places = anyio.CapacityLimiter(math.inf)
+        self._lock = threading.Lock()
+        self._one_by_one = False
 
-    @asynccontextmanager
-    async def turn(self, object_bytes: int) -> AsyncIterator[None]:
-        """Around the read of a batch of such objects."""
+    @contextmanager
+    def turn(self, n_objects: int, object_bytes: int) -> Iterator[None]:
+        """Around the read of a batch."""
         if object_bytes > _SMALL_BYTES:
             yield
             return
-        place, have_it = object(), False
-        with anyio.move_on_after(_PATIENCE_S):
-            await self._places.acquire_on_behalf_of(place)
-            have_it = True
+        alone = self._one_by_one and self._lock.acquire(timeout=_PATIENCE_S)
+        begun_s, blocks = time.monotonic(), blocks_read()
         try:
             yield
         finally:
-            if have_it:
-                self._places.release_on_behalf_of(place)
+            slow = time.monotonic() - begun_s > n_objects * _MEMORY_S  # a remote file system counts no blocks
+            self.saw(disk=slow or blocks_read() != blocks)
+            if alone:
+                self._lock.release()
 
-    def saw(self, object_bytes: int, *, disk: bool) -> None:
-        """A batch of such objects has been read; whether something that is slower than memory was waited for."""
-        if object_bytes <= _SMALL_BYTES:
-            self._places.total_tokens = math.inf if disk else 1
+    def saw(self, *, disk: bool) -> None:
+        """A batch of small objects has been read; whether something that is slower than memory was waited for."""
+        self._one_by_one = not disk
