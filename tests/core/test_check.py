@@ -105,4 +105,5 @@ def test_a_planted_break_is_named(plant: Callable[[Core], None], message: str) -
     plant(core)
     with pytest.raises(AssertionError, match=message):
         core.check()
-    assert not (lease.closed or other.closed)
+    assert not lease.closed
+    assert not other.closed
