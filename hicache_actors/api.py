@@ -7,17 +7,15 @@ a call out of place (`UsageError`), a closed cache (`StoppedError`), or bad toke
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import anyio
 import msgspec
 
+from hicache_actors.asking import Acquire, Asking
 from hicache_actors.assembly import DriverKind, Parts, plan
 from hicache_actors.backends.backend import Backend
 from hicache_actors.blocks_api import BlockVerbs
@@ -40,7 +38,7 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
-from hicache_actors.ranks.intents import AnyTold, AskDrained, AskStored, LeaveRoom, Reset, TakeBack
+from hicache_actors.ranks.intents import AskDrained, AskStored, Reset
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.ranks_api import RankVerbs
 from hicache_actors.rooms import Room, WaitForRoom
@@ -53,8 +51,6 @@ from hicache_actors.tiers.storage import StorageSnapshot
 
 T = TypeVar("T")
 State: TypeAlias = Literal["open", "degraded", "disabled", "closing", "closed"]
-
-_LAST_STEP_S: Final = 0.25  #: after a deadline: for the step that takes the waiter out
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -93,9 +89,9 @@ class HiCache(BlockVerbs, RankVerbs):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._closing = self._closed = False
-        self._undecided: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
-        self._switch = StorageSwitch(parts.storage_tier, self._decided, parts.config.close_timeout_s)
-        self._rids, self._asks = itertools.count(1), itertools.count(1)
+        self._asking = Asking(parts.driver, parts.pipelines)
+        self._switch = StorageSwitch(parts.storage_tier, self._asking.decided, parts.config.close_timeout_s)
+        self._rids = itertools.count(1)
         RankVerbs.__init__(self)
 
     @staticmethod
@@ -232,7 +228,7 @@ class HiCache(BlockVerbs, RankVerbs):
         check_rid(name)
         if deadline_s is None:
             deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
-        return _Acquire(self, self._admission(prompt, name, priority, room), deadline_s)
+        return Acquire(self._asking, self._admission(prompt, name, priority, room), deadline_s)
 
     def room(self, n_tokens: int, *, deadline_s: float) -> AbstractAsyncContextManager[Room | Shortfall]:
         """Wait, in order, for device pages for ``n_tokens``, and keep them for ``acquire(room=...)`` until the block ends.
@@ -242,11 +238,11 @@ class HiCache(BlockVerbs, RankVerbs):
         and allocate nothing beyond their own reservation, so nobody is overtaken for ever.
         """
         self._check_open()
-        return WaitForRoom(self, n_tokens, deadline_s, _LAST_STEP_S)
+        return WaitForRoom(self, self._asking, n_tokens, deadline_s)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
-        return await self._ask(
+        return await self._asking.ask(
             lambda core: core.stored(prompt),
             lambda answer: Stored(*answer),
             Core.cancel_waiter,
@@ -263,7 +259,7 @@ class HiCache(BlockVerbs, RankVerbs):
         if stepping:
             self._check_open()
             return await self._drain_in_own_steps(deadline_s)
-        return await self._ask(
+        return await self._asking.ask(
             Core.drained,
             int,
             Core.cancel_waiter,
@@ -275,7 +271,7 @@ class HiCache(BlockVerbs, RankVerbs):
     async def reset(self) -> None:
         """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
         self._check_open()
-        await self._decided(Core.reset, Reset())
+        await self._asking.decided(Core.reset, Reset())
 
     async def attach_storage(self, store: str | Backend, *, deadline_s: float = 10.0) -> None:
         """Use ``store`` (a URL, or a backend that is not open yet) from here on, instead of what is used now, if anything is.
@@ -393,104 +389,13 @@ class HiCache(BlockVerbs, RankVerbs):
         if self._closing:
             raise StoppedError("the cache is closed")
 
-    def _decide(self, intent: Callable[[Core], object], told: AnyTold | None) -> None:
-        """Run a decision: at once with driver="auto", else in the next step, on all ranks.  It must not raise."""
-        if isinstance(self.driver, StepDriver):
-            self.driver.post(intent, told)
-        else:
-            self.driver.defer(intent)
-
-    def _decision(self, decision: Callable[[Core], T], told: AnyTold | None) -> asyncio.Future[T]:
-        """`_decide` -> a future of what comes of it."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def decide(core: Core) -> None:
-            try:
-                value = decision(core)
-            except Exception as error:
-                if not _refused(core, error):
-                    raise
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_resolve, future, value)
-
-        self._undecided.add(future)
-        self._decide(decide, told)
-        return future
-
-    async def _decided(self, decision: Callable[[Core], T], told: AnyTold | None = None) -> T:
-        """`_decide`, and wait for what came of it."""
-        return await self._decision(decision, told)
-
-    async def _ask(
-        self,
-        ask: Callable[[Core], int],
-        answer: Callable[[Any], T],
-        cancel: Callable[[Core, int], Any],
-        deadline_s: float | None = None,
-        give_back: Callable[[T], None] | None = None,
-        unheard: Callable[[], Any] = lambda: None,
-        *,
-        told: Callable[[int], AnyTold],
-    ) -> T:
-        """Put a waiter into Core and wait for its answer, or take it out again: however this ends, it is not left behind.
-
-        ``answer`` makes the result of what Core says, on the loop, before anything later reaches it; after ``deadline_s`` that is
-        what ``cancel`` returns, or ``unheard`` if no step comes.  A result that its caller does not live to see goes to
-        ``give_back``.  ``told`` makes the message for the other ranks, of the ask's number.
-        """
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        waiter: int | None = None
-
-        def put(core: Core) -> None:
-            nonlocal waiter
-            try:
-                waiter = ask(core)
-            except Exception as error:
-                if not _refused(core, error):
-                    raise
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                self.pipelines.wait_for(waiter, future, answer)
-
-        def take_out(core: Core) -> Any:
-            if waiter is None:
-                return None
-            self.pipelines.leave(waiter)
-            return cancel(core, waiter)
-
-        number = next(self._asks)
-        back: AnyTold = TakeBack(number, cancel is not Core.cancel_waiter)
-        if cancel is Core.leave_room:
-            back = LeaveRoom(number)
-        self._undecided.add(future)
-        self._decide(put, told(number))
-        try:
-            await asyncio.wait({future}, timeout=deadline_s)
-            if future.done():
-                return future.result()
-            late = self._decision(take_out, back)
-            await asyncio.wait({late}, timeout=_LAST_STEP_S)
-            if future.done():  # the answer was on its way
-                return future.result()
-            return answer(late.result() if late.done() else unheard())
-        except BaseException:
-            if give_back is not None and future.done() and future.exception() is None:
-                give_back(future.result())
-            else:
-                self._decide(take_out, back)
-            raise
-
     async def _close(self) -> None:
         """Stop fetching, let what runs end, stop the parts.  Idempotent, never raises."""
         if self._closing:
             return
         self._closing = True
         pipelines = self._parts.pipelines
-        self._stop_waiting()
+        self._asking.stop()
         pipelines.stop_prefetches()
         limit_s = self._parts.config.close_timeout_s
         with anyio.move_on_after(limit_s + 2 * self._patience_s):
@@ -502,50 +407,4 @@ class HiCache(BlockVerbs, RankVerbs):
         await self._switch.close(self._parts.config.close_timeout_s)
         await self._parts.stop()
         self._closed = True
-        self._stop_waiting()
-
-    def _stop_waiting(self) -> None:
-        """Nobody is answered any more, neither who waits inside Core nor who waits for a step."""
-        self.pipelines.stop_waiting()
-        for future in list(self._undecided):
-            _fail(future, StoppedError("the cache has been closed"))
-
-
-class _Acquire:
-    """`HiCache.acquire`: one intent in Core, and no way to leave it that keeps a pin."""
-
-    def __init__(self, cache: HiCache, admission: Admission, deadline_s: float | None) -> None:
-        self._cache, self._admission, self._deadline_s = cache, admission, deadline_s
-        self._lease: Lease | None = None
-
-    async def __aenter__(self) -> Lease:
-        self._lease = await self._cache._ask(
-            lambda core: self._admission.ask(core, self._deadline_s),
-            self._admission.answer,
-            self._admission.cancel,
-            give_back=Lease.hand_back,
-            told=lambda number: self._admission.told(number, self._deadline_s),
-        )
-        return self._lease
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lease is not None:
-            self._lease.hand_back()
-
-
-def _refused(core: Core, error: Exception) -> bool:
-    """Whether that is the answer: what is no refusal is a bug, and after it the driver asks what is left of Core once more."""
-    return core.degraded or isinstance(error, HiCacheError)
-
-
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # its caller may have gone: that is no "never retrieved"
+        self._asking.stop()

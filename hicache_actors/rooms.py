@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from hicache_actors.asking import LAST_STEP_S, Asking
 from hicache_actors.core import Core
 from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.core.words import Shortfall
+from hicache_actors.handles import Inside
 from hicache_actors.ranks.intents import AskRoom, LeaveRoom
-
-if TYPE_CHECKING:
-    from hicache_actors.api import HiCache
 
 
 class Room:
     """Device pages that are kept for leases acquired with ``acquire(room=...)``, until the block of `HiCache.room` ends."""
 
-    def __init__(self, cache: HiCache, room: CoreRoom, number: int) -> None:
-        self._cache, self._room, self._number = cache, room, number
+    def __init__(self, inside: Inside, room: CoreRoom, number: int) -> None:
+        self._inside, self._room, self._number = inside, room, number
 
     @property
     def waiter(self) -> int:
@@ -32,7 +30,7 @@ class Room:
 
     def leave(self) -> None:
         """Give back what is left.  Any thread, idempotent, never raises; pages that a lease has taken are the lease's."""
-        waiter, driver = self._room.waiter, self._cache.driver
+        waiter, driver = self._room.waiter, self._inside.driver
 
         def leave(core: Core) -> None:
             core.leave_room(waiter)
@@ -46,22 +44,23 @@ class Room:
 class WaitForRoom:
     """`HiCache.room`: one intent in Core, and no way to leave it that keeps a page."""
 
-    def __init__(self, cache: HiCache, n_tokens: int, deadline_s: float, slack_s: float) -> None:
-        self._cache, self._n_tokens, self._deadline_s, self._slack_s = cache, n_tokens, deadline_s, slack_s
+    def __init__(self, inside: Inside, asking: Asking, n_tokens: int, deadline_s: float) -> None:
+        self._inside, self._asking, self._n_tokens, self._deadline_s = inside, asking, n_tokens, deadline_s
         self._number = 0
         self._room: Room | Shortfall | None = None
 
     async def __aenter__(self) -> Room | Shortfall:
-        self._room = await self._cache._ask(
+        unheard_s = self._deadline_s + LAST_STEP_S  # Core's clock keeps the deadline, if the engine makes steps
+        room: Room | Shortfall = await self._asking.ask(
             lambda core: core.room(self._n_tokens, self._deadline_s),
             self._answer,
             Core.leave_room,
-            self._deadline_s
-            + self._slack_s,  # Core's clock keeps the deadline; this is for an engine that makes no steps
+            unheard_s,
             give_back=_leave,
             told=self._told,
         )
-        return self._room
+        self._room = room
+        return room
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -75,7 +74,7 @@ class WaitForRoom:
 
     def _answer(self, value: CoreRoom | Shortfall | None) -> Room | Shortfall:
         if isinstance(value, CoreRoom):
-            return Room(self._cache, value, self._number)
+            return Room(self._inside, value, self._number)
         return value or Shortfall("device_capacity")
 
 
