@@ -22,6 +22,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "device": config.DeviceConfig,
     "host": config.HostConfig,
     "storage": config.StorageConfig,
+    "policy": config.PolicyConfig,
     "deadlines": config.Deadlines,
 }
 

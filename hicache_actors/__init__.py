@@ -17,12 +17,13 @@ if TYPE_CHECKING:
         DeviceConfig,
         HostConfig,
         ModelFacts,
+        PolicyConfig,
         ShapeConfig,
         StorageConfig,
     )
     from hicache_actors.core.explain import Explanation
     from hicache_actors.core.news import StepNews
-    from hicache_actors.core.words import Account, Committed, LoadResult, Match, Shortfall
+    from hicache_actors.core.words import Account, Committed, LoadResult, Match, PolicyRefused, Shortfall
     from hicache_actors.errors import (
         BackendError,
         ConfigError,
@@ -45,10 +46,19 @@ if TYPE_CHECKING:
 
 _HOMES: Final = {
     "api": ("HiCache",),
-    "config": ("Config", "Deadlines", "DeviceConfig", "HostConfig", "ModelFacts", "ShapeConfig", "StorageConfig"),
+    "config": (
+        "Config",
+        "Deadlines",
+        "DeviceConfig",
+        "HostConfig",
+        "ModelFacts",
+        "PolicyConfig",
+        "ShapeConfig",
+        "StorageConfig",
+    ),
     "core.explain": ("Explanation",),
     "core.news": ("StepNews",),
-    "core.words": ("Account", "Committed", "LoadResult", "Match", "Shortfall"),
+    "core.words": ("Account", "Committed", "LoadResult", "Match", "PolicyRefused", "Shortfall"),
     "errors": (
         "BackendError",
         "ConfigError",
@@ -96,6 +106,8 @@ __all__ = [
     "MissingExtraError",
     "ModelFacts",
     "PeerError",
+    "PolicyConfig",
+    "PolicyRefused",
     "Prefetch",
     "Prompt",
     "RankGroup",

@@ -36,6 +36,7 @@ from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.flows import FlowSnapshot
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.policies_api import PolicyVerbs
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.intents import AskDrained, AskStored, Reset
@@ -83,7 +84,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     shadow: ShadowSnapshot | None
 
 
-class HiCache(BlockVerbs, RankVerbs):
+class HiCache(BlockVerbs, PolicyVerbs, RankVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -393,6 +394,8 @@ class HiCache(BlockVerbs, RankVerbs):
         """Stop fetching, let what runs end, stop the parts.  Idempotent, never raises."""
         if self._closing:
             return
+        if self._dirty and not isinstance(self.driver, StepDriver):
+            await self.drain(self._parts.config.close_timeout_s)
         self._closing = True
         pipelines = self._parts.pipelines
         self._asking.stop()
@@ -400,7 +403,7 @@ class HiCache(BlockVerbs, RankVerbs):
         limit_s = self._parts.config.close_timeout_s
         with anyio.move_on_after(limit_s + 2 * self._patience_s):
             if isinstance(self.driver, StepDriver):
-                await self._step_until_idle(limit_s)
+                await self._step_until_idle(limit_s, dirty=self._dirty)
             else:
                 with anyio.move_on_after(limit_s):
                     await pipelines.idle()

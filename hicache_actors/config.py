@@ -31,6 +31,7 @@ from hicache_actors.checks import (
     text,
 )
 from hicache_actors.errors import ConfigError
+from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, Eviction, PolicyConfig, WritePolicy
 from hicache_actors.storage_config import PrefetchPolicy, StorageConfig
 
 __all__ = [
@@ -42,18 +43,15 @@ __all__ = [
     "HostConfig",
     "HostLayout",
     "ModelFacts",
+    "PolicyConfig",
     "PrefetchPolicy",
     "ShapeConfig",
     "StorageConfig",
     "WritePolicy",
 ]
 
-WritePolicy: TypeAlias = Literal["write_through"]
-Eviction: TypeAlias = Literal["lru"]
 HostLayout: TypeAlias = Literal["page_first_direct", "page_first"]
 
-WRITE_POLICIES: Final = ("write_through",)
-EVICTIONS: Final = ("lru",)
 LAYOUTS: Final = ("page_first_direct", "page_first")
 HEADER_SIZES: Final = (4096, 0)
 
@@ -192,11 +190,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """L3."""
 
     write_policy: WritePolicy = "write_through"
-    """When a computed page goes to the host and on to storage.  'write_through': at once.  Default:
+    """When a computed page goes to the host and on to storage.  'write_through': at once.  'write_through_selective':
+    when a second request uses it.  'write_back': before it would be evicted, ahead of demand.  Default:
     'write_through'."""
 
     eviction: Eviction = "lru"
-    """Who leaves first when a pool is full.  'lru': who was leased or committed longest ago.  Default: 'lru'."""
+    """Who leaves first when a pool is full; never a page before those behind it.  'lru': what was used longest ago.
+    'mru': what was used last.  'fifo', 'filo': what came first, last.  'lfu': what the fewest requests have used.
+    'slru': what only one request has used, then the rest, each as 'lru'.  'priority': the lowest priority of a request,
+    then as 'lru'.  Default: 'lru'."""
+
+    policy: PolicyConfig = PolicyConfig()
+    """Numbers that these two go by."""
 
     deadlines: Deadlines = Deadlines()
     """Limits of copy jobs."""
@@ -290,6 +295,7 @@ _PARTS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "device": DeviceConfig,
     "host": HostConfig,
     "storage": StorageConfig,
+    "policy": PolicyConfig,
     "deadlines": Deadlines,
 }
 

@@ -129,8 +129,9 @@ class RankVerbs(Inside):
             timeout_s = _ARRIVED_S
         driver.begin_step(timeout_s, pace=False)
 
-    async def _step_until_idle(self, limit_s: float) -> None:
-        """The engine has stopped stepping: what it left open is brought to its end here, on all ranks alike.
+    async def _step_until_idle(self, limit_s: float, *, dirty: bool) -> None:
+        """The engine has stopped stepping: what it left open is brought to its end here, on all ranks alike; what it left dirty is
+        saved.
 
         Ended by what is replicated only (open work, the agreed clock), so that all ranks make the same rounds.
         """
@@ -140,6 +141,10 @@ class RankVerbs(Inside):
             return
         driver.closing = True
         clock = _AgreedClock(driver, limit_s)
+        if dirty:
+            await self._begin_step(self._patience_s)
+            driver.decide(lambda core: core.drained())
+            driver.end_step()
         while driver.needs_step and not clock.late:
             await self._own_step()
 

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hicache_actors.core import Core
+from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.order import Eviction
 from hicache_actors.errors import HiCacheError, PeerError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import Scope
@@ -123,8 +125,33 @@ class Reset(Told, frozen=True):
         core.reset()
 
 
+class SetWritePolicy(Told, frozen=True):
+    policy: WritePolicy
+
+    def run(self, core: Core, asked: Asked) -> None:
+        core.set_write_policy(self.policy)
+
+
+class SetEviction(Told, frozen=True):
+    eviction: Eviction
+
+    def run(self, core: Core, asked: Asked) -> None:
+        core.set_eviction(self.eviction)
+
+
 AnyTold: TypeAlias = (
-    AskAcquire | AskStored | AskDrained | AskRoom | LeaveRoom | TakeBack | Release | Finish | StopPrefetch | Reset
+    AskAcquire
+    | AskStored
+    | AskDrained
+    | AskRoom
+    | LeaveRoom
+    | TakeBack
+    | Release
+    | Finish
+    | StopPrefetch
+    | Reset
+    | SetWritePolicy
+    | SetEviction
 )
 
 

@@ -16,10 +16,14 @@ from hicache_actors.config import (
     DeviceConfig,
     HostConfig,
     ModelFacts,
+    PolicyConfig,
     ShapeConfig,
     StorageConfig,
 )
+from hicache_actors.core import config as core_config
+from hicache_actors.core import order
 from hicache_actors.errors import ConfigError
+from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES
 
 FACTS = ModelFacts(model_id="toy", weights="v1")
 STORED = StorageConfig(url="memory://a")
@@ -32,6 +36,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "device": DeviceConfig,
     "host": HostConfig,
     "storage": StorageConfig,
+    "policy": PolicyConfig,
     "deadlines": Deadlines,
 }
 
@@ -42,6 +47,12 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("page_size", 64.0, "1 or more tokens", "int"),
     ("write_policy", "write_thru", "'write_through'", "did you mean 'write_through'?"),
     ("eviction", "random", "'lru'", "use 'lru'"),
+    ("write_policy", "write_bak", "'write_back'", "did you mean 'write_back'?"),
+    ("policy", "lru", "PolicyConfig", "Config.from_dict"),
+    ("policy.selective_threshold", 0, "1 or more requests", "at least 1"),
+    ("policy.slru_protected_hits", 1.5, "1 or more requests", "int"),
+    ("policy.write_back_water_mark", 75, "from 0 to 1", "0.25"),
+    ("policy.write_back_dirty_cap", "0.25", "from 0 to 1", "float"),
     ("enabled", "no", "True", "bool"),
     ("shadow", 1, "True", "bool"),
     ("close_timeout_s", 0, "more than 0 seconds", "positive"),
@@ -235,3 +246,11 @@ def test_a_configuration_cannot_be_changed_and_a_changed_copy_is_checked() -> No
     assert msgspec.structs.replace(config, page_size=1).page_size == 1
     with pytest.raises(ConfigError):
         msgspec.structs.replace(config, page_size=0)
+
+
+def test_core_offers_the_same_policies() -> None:
+    assert set(WRITE_POLICIES) == set(core_config.WRITE_POLICIES) - {"none"}
+    assert EVICTIONS == order.EVICTIONS
+    settings = {field.name: field.default for field in msgspec.structs.fields(PolicyConfig)}
+    core = {field.name: field.default for field in msgspec.structs.fields(core_config.CoreConfig)}
+    assert settings == {name: core[name] for name in settings}

@@ -1,0 +1,53 @@
+"""Changing policies while the cache is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from hicache_actors.core import Core, PolicyRefused
+from hicache_actors.handles import Inside
+from hicache_actors.policy_config import Eviction, WritePolicy
+from hicache_actors.ranks.intents import AnyTold, SetEviction, SetWritePolicy
+
+T = TypeVar("T")
+
+
+class OpenCache(Inside, Protocol):
+    """What these verbs need of the cache."""
+
+    def _check_open(self) -> None: ...
+
+    async def _decided(self, decision: Callable[[Core], T], told: AnyTold | None = None) -> T: ...
+
+
+class PolicyVerbs:
+    """On the loop; with ranks: the leader's, agreed on all of them."""
+
+    async def set_write_policy(self: OpenCache, policy: WritePolicy) -> PolicyRefused | None:
+        """Save by another policy from now on -> None, or why not now; then nothing has changed.
+
+        write_back is left only when nothing would be lost by it: refused while pages are dirty ("dirty_pages": `drain` first), or
+        while host pages lack their prefix on the host ("host_gaps": `drain`, or `reset`).
+
+        :raises ConfigError: no such policy.
+        """
+        self._check_open()
+        return await self._decided(lambda core: core.set_write_policy(policy), SetWritePolicy(policy))
+
+    async def set_eviction(self: OpenCache, eviction: Eviction) -> PolicyRefused | None:
+        """Evict in another order from now on -> None, or why not now ("changing": the last change is not through).
+
+        The nodes are listed anew, a few thousand in each decision; until then those that wait go first, in the old order.  Times
+        of last use count as times of arrival, and the other way round.
+
+        :raises ConfigError: no such order.
+        """
+        self._check_open()
+        return await self._decided(lambda core: core.set_eviction(eviction), SetEviction(eviction))
+
+    @property
+    def _dirty(self: Inside) -> bool:
+        """Pages would be lost with this cache that write_back owes to the storage."""
+        state = self.core.state
+        return state.policies.protects_dirty and state.storage and state.residents.dirty_pages > 0
