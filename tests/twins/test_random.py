@@ -9,7 +9,10 @@ from collections import Counter
 
 import pytest
 
+from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.order import EVICTIONS
 from hicache_actors.testing.mover import Faults
+from hicache_actors.testing.script import SWITCHED_POLICIES
 from hicache_actors.testing.twin_options import TwinOptions
 from hicache_actors.testing.twins import TwinFailure, main, run, run_twins
 
@@ -29,6 +32,7 @@ HAPPENED = (
     "reset",
     "stored",
     "drained",
+    "policy_set",
 )
 
 
@@ -37,7 +41,10 @@ HAPPENED = (
 def test_composed_scenario(first: int, lag: int) -> None:
     stats: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
-        stats.update(run(TwinOptions(seed=seed, lag=lag, check_every=4)).script.stats)
+        options = TwinOptions(
+            seed=seed, lag=lag, check_every=4, write_policy=None, eviction=None, switches=seed % 2 == 1
+        )
+        stats.update(run(options).script.stats)
     assert [what for what in HAPPENED if not stats[what]] == [], "the scenario has lost a part"
 
 
@@ -70,6 +77,28 @@ def test_a_rank_whose_movers_die(first: int, lag: int) -> None:
     assert degraded > CHUNK // 2, "a rank that has died with work open takes all ranks with it"
 
 
+@pytest.mark.parametrize("write_policy", SWITCHED_POLICIES)
+@pytest.mark.parametrize("lag", [1, 2])
+def test_each_write_policy_on_small_pools(write_policy: WritePolicy, lag: int) -> None:
+    """Every order of eviction, on pools that are full all the time, the host smaller or larger than the device."""
+    counts: Counter[str] = Counter()
+    for seed in range(14):
+        options = TwinOptions(
+            seed=seed,
+            lag=lag,
+            check_every=4,
+            operations=200,
+            device_pages=40,
+            host_pages=(32, 80)[seed // 7],
+            write_policy=write_policy,
+            eviction=EVICTIONS[seed % 7],
+        )
+        counts.update(run(options).core.counts)
+    assert counts["evicted_device_pages"]
+    assert counts["evicted_host_pages"]
+    assert bool(counts["reclaimed_host_pages"]) == (write_policy == "write_back")
+
+
 @pytest.mark.parametrize(("slots", "rows"), [(8, 8), (4, 4), (4, 64), (64, 4)])
 def test_small_tables(slots: int, rows: int) -> None:
     for seed in range(6):
@@ -93,13 +122,16 @@ def test_much_goes_wrong(seed: int) -> None:
 def test_a_failure_names_its_replay_and_the_replay_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = TwinOptions(seed=3, lag=2, operations=40, host_pages=70, faults=Faults(hang=0.1))
+    options = TwinOptions(
+        seed=3, lag=2, operations=40, host_pages=70, eviction=None, switches=True, faults=Faults(hang=0.1)
+    )
     with monkeypatch.context() as broken:
         broken.setattr("hicache_actors.core.Core.state_digest", lambda core: id(core))
         with pytest.raises(TwinFailure, match="diverged at step 1 of seed 3") as caught:
             run(options)
     (note,) = caught.value.__notes__
-    command = "python -m hicache_actors.testing.twins --seed 3 --operations 40 --lag 2 --host-pages 70 --hang 0.1"
+    command = "python -m hicache_actors.testing.twins --seed 3 --operations 40 --lag 2 --host-pages 70 --eviction any"
+    command += " --hang 0.1 --switches"
     assert note == f"replay: {command}"
     assert main(command.split()[3:]) == 0
     assert capsys.readouterr().out.startswith("1 clean")
