@@ -1,7 +1,6 @@
 """Field reports, section C: what is computed reaches the lower tiers, is found there, and is never listed where it is not.
 
-Write_through only.  write_back is to follow, with its forms of B040 (all host pages pinned) and B047 (saved on eviction);
-write_through_selective with B056.
+Write_through only; the other policies are in `test_c_policies`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Field reports, section C: the tree stays a tree of usable prefixes, whatever is fetched, split and evicted.
 
-One rank, full KV, write_through.  Left out until their subject exists: B054 (side pools: there is one kind of state per page so
-far) and B056 (write_through_selective).  B040 and B047 are in `test_c_saving` in their write_through form; write_back is to follow.
+One rank, full KV, write_through; other write policies are in `test_c_policies`, with B056.  Left out until its subject exists: B054
+(side pools: there is one kind of state per page so far).
 """
 
 from __future__ import annotations
