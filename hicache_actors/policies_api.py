@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from hicache_actors.core import Core, PolicyRefused
+from hicache_actors.asking import Asking
+from hicache_actors.core import PolicyRefused
 from hicache_actors.handles import Inside
 from hicache_actors.policy_config import Eviction, WritePolicy
-from hicache_actors.ranks.intents import AnyTold, SetEviction, SetWritePolicy
-
-T = TypeVar("T")
+from hicache_actors.ranks.intents import SetEviction, SetWritePolicy
 
 
 class OpenCache(Inside, Protocol):
     """What these verbs need of the cache."""
 
-    def _check_open(self) -> None: ...
+    _asking: Asking
 
-    async def _decided(self, decision: Callable[[Core], T], told: AnyTold | None = None) -> T: ...
+    def _check_open(self) -> None: ...
 
 
 class PolicyVerbs:
@@ -33,7 +31,7 @@ class PolicyVerbs:
         :raises ConfigError: no such policy.
         """
         self._check_open()
-        return await self._decided(lambda core: core.set_write_policy(policy), SetWritePolicy(policy))
+        return await self._asking.decided(lambda core: core.set_write_policy(policy), SetWritePolicy(policy))
 
     async def set_eviction(self: OpenCache, eviction: Eviction) -> PolicyRefused | None:
         """Evict in another order from now on -> None, or why not now ("changing": the last change is not through).
@@ -44,7 +42,7 @@ class PolicyVerbs:
         :raises ConfigError: no such order.
         """
         self._check_open()
-        return await self._decided(lambda core: core.set_eviction(eviction), SetEviction(eviction))
+        return await self._asking.decided(lambda core: core.set_eviction(eviction), SetEviction(eviction))
 
     @property
     def _dirty(self: Inside) -> bool:
