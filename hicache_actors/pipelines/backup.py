@@ -47,6 +47,10 @@ class _Save:
         return len(self.hashes) == sum(batch.pages for batch in self._batches)
 
     async def run(self) -> None:
+        if len(self._batches) == 1:  # as with most jobs: stages would only cost turns of the loop
+            if await self._seal_one(self._batches[0]):
+                await self._write_one(self._batches[0])
+            return
         async with anyio.create_task_group() as stages:
             sender, receiver = channel(1, Batch)
             stages.start_soon(self._seal, sender)
@@ -55,37 +59,42 @@ class _Save:
     async def _seal(self, sender: Sender[Batch]) -> None:
         async with sender:
             for batch in self._batches:
-                sealing = self._store.seal(self._names(batch), batch.slots)
-                self._job.hold(sealing)  # it writes headers into the slots
-                if not await sealing.answer():
-                    return
-                if not await hand_on(sender, batch):
+                if not await self._seal_one(batch) or not await hand_on(sender, batch):
                     return
 
     async def _write(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
         async with receiver:
             async for batch in receiver:
-                writing = self._store.write(self._names(batch), batch.slots, self._wanted)
-                self._job.hold(writing)
-                outcomes = await writing.answer()
-                stored = 0
-                while stored < len(outcomes) and outcomes[stored] is not Stored.FAILED:
-                    stored += 1
-                self.acknowledged_pages += stored
-                part = batch.head(stored)
-                if stored:
-                    self._movers.tell(
-                        BatchEnd(
-                            self._job.job,
-                            "backup",
-                            source=part.slots,
-                            hashes=self._names(part),
-                            outcomes=tuple(outcomes[:stored]),
-                        )
-                    )
-                if stored < batch.pages:
+                if not await self._write_one(batch):
                     stages.cancel()
                     return
+
+    async def _seal_one(self, batch: Batch) -> bool:
+        sealing = self._store.seal(self._names(batch), batch.slots)
+        self._job.hold(sealing)  # it writes headers into the slots
+        return await sealing.answer()
+
+    async def _write_one(self, batch: Batch) -> bool:
+        """Store a sealed batch -> whether all of it is stored now."""
+        writing = self._store.write(self._names(batch), batch.slots, self._wanted)
+        self._job.hold(writing)
+        outcomes = await writing.answer()
+        stored = 0
+        while stored < len(outcomes) and outcomes[stored] is not Stored.FAILED:
+            stored += 1
+        self.acknowledged_pages += stored
+        part = batch.head(stored)
+        if stored:
+            self._movers.tell(
+                BatchEnd(
+                    self._job.job,
+                    "backup",
+                    source=part.slots,
+                    hashes=self._names(part),
+                    outcomes=tuple(outcomes[:stored]),
+                )
+            )
+        return stored == batch.pages
 
     def _wanted(self) -> bool:
         return not self._job.answered

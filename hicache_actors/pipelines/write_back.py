@@ -43,27 +43,40 @@ class _Copy:
         self._plan = movers.device.write_back_plan(start.source, start.target)
 
     async def run(self) -> None:
+        batches = self._movers.batches(self._start.target)
+        if len(batches) == 1:  # as with most jobs: stages would only cost turns of the loop
+            await self._end(batches[0], self._begin(batches[0]))
+            return
         async with anyio.create_task_group() as stages:
             sender, receiver = channel(BATCHES_IN_FLIGHT, tuple[Batch, Ticket])
-            stages.start_soon(self._submit, sender)
+            stages.start_soon(self._submit, batches, sender)
             stages.start_soon(self._collect, receiver, stages.cancel_scope)
 
-    async def _submit(self, sender: Sender[tuple[Batch, Ticket]]) -> None:
+    async def _submit(self, batches: list[Batch], sender: Sender[tuple[Batch, Ticket]]) -> None:
         async with sender:
-            for batch in self._movers.batches(self._start.target):
-                ticket = self._movers.device.call(SubmitWriteBack(self._plan, batch.number))
-                self._job.hold(ticket)
-                if not await hand_on(sender, (batch, ticket)):
+            for batch in batches:
+                if not await hand_on(sender, (batch, self._begin(batch))):
                     return
 
     async def _collect(self, receiver: Receiver[tuple[Batch, Ticket]], stages: anyio.CancelScope) -> None:
         async with receiver:
             async for batch, ticket in receiver:
-                error = await fired(ticket)
-                self._movers.device.tell(CopyEnded("write_back", self._movers.nbytes(batch.pages), error is not None))
-                if error is not None:
+                if not await self._end(batch, ticket):
                     stages.cancel()
                     return
-                self.done_pages += batch.pages
-                source = batch.of(self._start.source)
-                self._movers.tell(BatchEnd(self._job.job, "write_back", source=source, target=batch.slots))
+
+    def _begin(self, batch: Batch) -> Ticket:
+        ticket = self._movers.device.call(SubmitWriteBack(self._plan, batch.number))
+        self._job.hold(ticket)
+        return ticket
+
+    async def _end(self, batch: Batch, ticket: Ticket) -> bool:
+        """Wait for a copy and count it -> whether it went well."""
+        error = await fired(ticket)
+        self._movers.device.tell(CopyEnded("write_back", self._movers.nbytes(batch.pages), error is not None))
+        if error is not None:
+            return False
+        self.done_pages += batch.pages
+        source = batch.of(self._start.source)
+        self._movers.tell(BatchEnd(self._job.job, "write_back", source=source, target=batch.slots))
+        return True
