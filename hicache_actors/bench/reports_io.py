@@ -231,11 +231,11 @@ async def _keep_fetching(rig: Rig) -> None:
 
 
 async def _come_and_go(rig: Rig) -> None:
-    """Short requests: best effort looks at its fetches when something else happens."""
-    number = 0
+    """Short requests for what nobody has stored: best effort looks at its fetches when something else has ended."""
+    number = 1000
     while True:
         number += 1
-        async with rig.cache.acquire(rig.prompt(1000, 0), rid=f"other-{number}"):
+        async with rig.cache.acquire(rig.prompt(number, 1), rid=f"other-{number}"):
             await asyncio.sleep(0.01)
 
 
