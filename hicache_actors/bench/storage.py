@@ -20,6 +20,8 @@ from statistics import median
 from time import perf_counter
 from typing import Final
 
+from anyio.lowlevel import checkpoint
+
 from hicache_actors.bench.figures import Figures, quantile, ratio, spread
 from hicache_actors.bench.plain import BackendLoop, ExecutorLoop, Mover, Pages, PeerLoop, load_peer
 from hicache_actors.bench.progress import Progress
@@ -155,6 +157,8 @@ async def _lag(rig: Rig, name: str, lags_s: list[float], progress: Progress) -> 
         sampler = asyncio.ensure_future(sample_lag(lags_s))
         await ours.write(0xFF00 | number)
         await ours.read(0xFF00 | number)
+        while not lags_s:  # a tiny run may end before the first sample
+            await checkpoint()
         sampler.cancel()
 
 
