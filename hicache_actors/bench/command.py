@@ -48,7 +48,7 @@ def run(options: Namespace) -> int:
             if not options.json:
                 print(f"running {name} ...", file=sys.stderr, flush=True)
             module = import_module(name)
-            figures |= module.run(options, quiet=options.json) if suite.options else module.run()
+            figures |= module.run(options, quiet=options.json)
     print(json.dumps(figures, indent=2) if options.json else table(figures))
     return 0
 

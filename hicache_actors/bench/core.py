@@ -6,6 +6,7 @@ Every user's prompt grows from 16,384 shared tokens by 1,024 a turn to 24,576; t
 from __future__ import annotations
 
 import gc
+from argparse import Namespace
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -29,8 +30,8 @@ FLUSHED_BYTES = 32 << 20  # well beyond a core's caches
 Times = dict[str, list[float]]
 
 
-def run() -> dict[str, float]:
-    """Medians of the best of 5 runs, and that run's ``_p999`` and ``_max``.
+def run(options: Namespace, *, quiet: bool) -> dict[str, float]:
+    """Medians of the best of 5 runs (``--quick``: of one), and that run's ``_p999`` and ``_max``.
 
     * ``prompt_24k_us``: ``Prompt`` of 24,576 tokens from an ``array('q')``;
     * ``match_24k_us``: that prompt, just made, all of it cached; ``_cold``: with the CPU caches flushed; ``_list``: made from
@@ -43,7 +44,7 @@ def run() -> dict[str, float]:
     * ``hash_32k_page64_us``: the page hashes of a new prompt of 32,768 tokens.
     """
     runs: list[Times] = []
-    for _ in range(RUNS):
+    for _ in range(1 if options.quick else RUNS):
         gc.collect()
         gc.disable()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from argparse import Namespace
 from time import perf_counter
 
 from hicache_actors.runtime import Actor, Ask, Message, System, handles
@@ -38,20 +39,20 @@ class Adder(Actor):
         return self.total
 
 
-def run() -> dict[str, float]:
-    """Microseconds: ``tell_us``, ``ask_us`` (medians of the best of 5 runs) and that run's ``_p999`` and ``_max``.
+def run(options: Namespace, *, quiet: bool) -> dict[str, float]:
+    """Microseconds: ``tell_us``, ``ask_us`` (medians of the best of 5 runs, or of one if quick) and its ``_p999`` and ``_max``.
 
     A tell is timed in batches of 64 and given per message; an ask is timed alone, with nothing else on the loop.
     """
-    return asyncio.run(_run())
+    return asyncio.run(_run(1 if options.quick else RUNS))
 
 
-async def _run() -> dict[str, float]:
+async def _run(runs: int) -> dict[str, float]:
     tells, asks = [], []
     async with System("bench") as system:
         adder = Adder()
         await system.start(adder)
-        for _ in range(RUNS):
+        for _ in range(runs):
             gc.collect()
             gc.disable()
             try:

@@ -179,7 +179,8 @@ class Evictor:
         state.residents.vacate(node, place)
         if place == DEVICE:
             node.events = ()
-        if any(_present(other) for other in node.at):
+        device, host = node.at
+        if device.state or host.state:
             if place == HOST and node.stored == WAITING:
                 node.stored = UNSTORED
         elif node.kids:
@@ -190,7 +191,3 @@ class Evictor:
             state.tree.remove(node)
             if place == DEVICE:
                 state.count("dropped_pages", pages)
-
-
-def _present(residency: Residency) -> bool:
-    return bool(residency.state)

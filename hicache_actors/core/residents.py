@@ -98,7 +98,8 @@ class Residents:
                 self._soil(node)
         elif node.at[HOST].lane is not None and self.protects_dirty:
             self.enlist(node, HOST)
-        self.offer(place, above)
+        if not above.kids:
+            self.offer(place, above)
 
     # -- use ----------------------------------------------------------------------------------------------------------------
 

@@ -28,13 +28,18 @@ CORE_FIGURES = [
     "hash_32k_page64_us",
     "tell_us",
     "ask_us",
+    "evict_64_at_1m_us",
+    "evict_64_at_1m_lfu_us",
+    "change_order_slice_at_1m_ms",
+    "alloc_free_1m_slots_us",
 ]
+MILLION_FIGURES = ["bytes_per_node", "gc_1m_nodes_ms", "touch_all_then_evict_ms"]
 
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("small_suite")
-    module.run = lambda: dict(FIGURES)  # type: ignore[attr-defined]
+    module.run = lambda options, *, quiet: dict(FIGURES)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "small_suite", module)
     monkeypatch.setitem(SUITES, "core", SUITES["core"]._replace(modules=("small_suite",)))
     return module
@@ -56,10 +61,12 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 
 def test_bench_core_has_every_figure_with_its_tail() -> None:
-    command = [sys.executable, "-m", "hicache_actors.cli", "bench", "core", "--json"]
+    command = [sys.executable, "-m", "hicache_actors.cli", "bench", "core", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     figures = json.loads(done.stdout)
-    assert set(figures) == {name + suffix for name in CORE_FIGURES for suffix in ("", "_p999", "_max")}
+    tailed = {name + suffix for name in CORE_FIGURES for suffix in ("", "_p999", "_max")}
+    assert set(figures) == tailed | set(MILLION_FIGURES)
+    assert all(figures[name] > 0 for name in MILLION_FIGURES)
     for name in CORE_FIGURES:
         assert 0 < figures[name] <= figures[f"{name}_p999"] <= figures[f"{name}_max"], name
 
@@ -81,7 +88,7 @@ def test_the_table_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]
 def test_errors_are_one_line_and_a_code(
     suite: ModuleType, capsys: pytest.CaptureFixture[str], error: HiCacheError, code: int
 ) -> None:
-    def fail() -> dict[str, float]:
+    def fail(options: argparse.Namespace, *, quiet: bool) -> dict[str, float]:
         raise error
 
     suite.run = fail  # type: ignore[attr-defined]
@@ -103,7 +110,17 @@ def test_help_names_every_command_suite_and_figure(capsys: pytest.CaptureFixture
     assert "hicache bench core --json" in help_of(capsys)
     assert all(f"  {suite} " in help_of(capsys, "bench") for suite in SUITES)
     text = help_of(capsys, "bench", "core")
-    for name in ("prompt_24k", "match_24k", "insert_24k", "evict_272k", "lease_32k", "tell", "ask", "hash_32k"):
+    for name in (
+        "prompt_24k",
+        "match_24k",
+        "insert_24k",
+        "evict_272k",
+        "lease_32k",
+        "tell",
+        "ask",
+        "hash_32k",
+        "evict_64_at_1m",
+    ):
         assert name in text
     assert "ratio_write" in help_of(capsys, "bench", "storage")
     assert "itl_busy_ms" in help_of(capsys, "bench", "serving")
