@@ -39,7 +39,9 @@ def test_a_device_that_is_lost_ends_caching_and_not_the_engine(
             other = prompt(3, family=4)  # something new to copy
             assert await request(small, other) == reference_token(small, other)
             await cache.pipelines.idle()
-            await anyio.wait_all_tasks_blocked()  # the device's actor takes the news of a failed copy in a turn of its own
+            await (
+                anyio.wait_all_tasks_blocked()
+            )  # the device's actor takes the news of a failed copy in a turn of its own
             assert cache.state == "degraded"
             assert cache.match(prompt(LIFE_PAGES)) == Match(0, 0, 0)
             assert await request(small, prompt(3)) == reference_token(small, prompt(3))
