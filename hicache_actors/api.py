@@ -225,7 +225,7 @@ class HiCache(BlockVerbs, PolicyVerbs, RankVerbs):
         of `room`, whose pages it takes first.
         """
         self._check_open()
-        name = f"request-{next(self._rids)}" if rid is None else rid
+        name = f"hicache:{next(self._rids)}" if rid is None else rid
         check_rid(name)
         if deadline_s is None:
             deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
