@@ -1,14 +1,18 @@
-"""Verbs of `Core` that only some engines need: those that own their blocks, and those whose requests wait for room."""
+"""Verbs of `Core` that only some engines need (those that own their blocks, those whose requests wait for room), or an operator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
+from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.explain import Explanation, explain
+from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
-from hicache_actors.core.state import State
+from hicache_actors.core.state import Note, State
 from hicache_actors.core.waiting import Waiting
-from hicache_actors.core.words import Shortfall, Tokens
+from hicache_actors.core.words import PolicyRefused, Shortfall, Tokens
 
 
 class BlockCalls:
@@ -76,3 +80,48 @@ class RoomCalls:
     def leave_room(self, waiter: int) -> None:
         """Stop waiting, or give back what is left of the reservation.  Idempotent."""
         self._rooms.leave(waiter)
+
+
+class OperatorCalls:
+    """What is asked and decided about the cache itself while it runs."""
+
+    state: State
+    _backlog: Backlog
+
+    def explain(self, tokens: Tokens) -> Explanation:
+        """Where each span of the prompt is, or why it is nowhere.  Changes nothing."""
+        return explain(self.state, tokens)
+
+    def set_storage(self, attached: bool) -> None:
+        """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
+
+        Nothing counts as stored any more, O(nodes).  With a store, what the host holds is backed up, paths from their roots, one
+        job at a time.  Open storage jobs run on at the store that they began with: what they bring is published, what they save
+        does not count.
+        """
+        self._backlog.set_storage(attached)
+
+    def set_write_policy(self, policy: WritePolicy) -> PolicyRefused | None:
+        """Save by another policy from now on -> None, or why not now.
+
+        write_back is left only when nothing is left that only it would save, and what the host holds has its prefix there.
+
+        :raises ConfigError: no such policy.
+        """
+        return self._changed_policy(self.state.policies.set_write_policy(self.state, policy))
+
+    def set_eviction(self, eviction: Eviction) -> PolicyRefused | None:
+        """Evict in another order from now on -> None, or why not now.
+
+        The nodes change lists a few thousand in a section; what has not done so yet goes first, in the old order.  Times of last
+        use serve as times of arrival, and the other way round.
+
+        :raises ConfigError: no such order.
+        """
+        return self._changed_policy(self.state.policies.set_eviction(self.state, eviction))
+
+    def _changed_policy(self, refused: PolicyRefused | None) -> PolicyRefused | None:
+        policies = self.state.policies
+        names = self.state.text(policies.write), self.state.text(policies.eviction.name)
+        self.state.note(Note.POLICY, refused is None, *names)
+        return refused

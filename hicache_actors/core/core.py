@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hicache_actors.core import check as _check
-from hicache_actors.core import explain as _explain
 from hicache_actors.core import usage as _usage
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
-from hicache_actors.core.calls import BlockCalls, RoomCalls
-from hicache_actors.core.config import CoreConfig, WritePolicy
+from hicache_actors.core.calls import BlockCalls, OperatorCalls, RoomCalls
+from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.eviction import Evictor
-from hicache_actors.core.explain import Explanation
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.jobs import Wire
 from hicache_actors.core.lease import CoreLease
@@ -30,7 +28,6 @@ from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
-from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Decision, Note, State
@@ -43,7 +40,6 @@ from hicache_actors.core.words import (
     LoadResult,
     Match,
     Phase,
-    PolicyRefused,
     Settled,
     Shortfall,
     Slots,
@@ -52,7 +48,7 @@ from hicache_actors.core.words import (
 )
 
 
-class Core(BlockCalls, RoomCalls):
+class Core(BlockCalls, OperatorCalls, RoomCalls):
     """See the module.  Counts of hits are in tokens, cumulative, multiples of ``page_size``."""
 
     def __init__(self, config: CoreConfig) -> None:
@@ -337,40 +333,6 @@ class Core(BlockCalls, RoomCalls):
         self._forget_all("reset")
         self.state.note(Note.RESET, self.state.epoch)
 
-    def set_storage(self, attached: bool) -> None:
-        """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
-
-        Nothing counts as stored any more, O(nodes).  With a store, what the host holds is backed up, paths from their roots, one
-        job at a time.  Open storage jobs run on at the store that they began with: what they bring is published, what they save
-        does not count.
-        """
-        self._backlog.set_storage(attached)
-
-    def set_write_policy(self, policy: WritePolicy) -> PolicyRefused | None:
-        """Save by another policy from now on -> None, or why not now.
-
-        write_back is left only when nothing is left that only it would save, and what the host holds has its prefix there.
-
-        :raises ConfigError: no such policy.
-        """
-        return self._changed_policy(self.state.policies.set_write_policy(self.state, policy))
-
-    def set_eviction(self, eviction: Eviction) -> PolicyRefused | None:
-        """Evict in another order from now on -> None, or why not now.
-
-        The nodes change lists a few thousand in a section; what has not done so yet goes first, in the old order.  Times of last
-        use serve as times of arrival, and the other way round.
-
-        :raises ConfigError: no such order.
-        """
-        return self._changed_policy(self.state.policies.set_eviction(self.state, eviction))
-
-    def _changed_policy(self, refused: PolicyRefused | None) -> PolicyRefused | None:
-        policies = self.state.policies
-        names = self.state.text(policies.write), self.state.text(policies.eviction.name)
-        self.state.note(Note.POLICY, refused is None, *names)
-        return refused
-
     def degrade(self) -> None:
         """Give up caching for good: as `reset`, and open jobs are settled with 0 (their slots wait for RELEASED)."""
         state = self.state
@@ -420,19 +382,10 @@ class Core(BlockCalls, RoomCalls):
 
     # -- looking ------------------------------------------------------------------------------------------------------------
 
-    def explain(self, tokens: Tokens) -> Explanation:
-        """Where each span of the prompt is, or why it is nowhere.  Changes nothing."""
-        return _explain.explain(self.state, tokens)
-
     def usage(self) -> _usage.Usage:
         """Pages of each tier, nodes, jobs: one frozen struct."""
-        return _usage.usage(
-            self.state,
-            self._fetches.staged_pages,
-            len(self._saving.retries),
-            len(self._waiting.acquires),
-            self._rooms.waiting,
-        )
+        retries, acquires = len(self._saving.retries), len(self._waiting.acquires)
+        return _usage.usage(self.state, self._fetches.staged_pages, retries, acquires, self._rooms.waiting)
 
     def state_digest(self) -> int:
         """Digest of the whole state, O(state): for tests.  `log_digest` is what travels."""

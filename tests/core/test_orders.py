@@ -191,7 +191,7 @@ class History:
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_victims_are_the_first_of_a_sorted_scan(eviction: Eviction, write_policy: str) -> None:
     evicted = joined = 0
-    for seed in range(6):
+    for seed in range(4):
         history = History(seed, eviction, write_policy)
         for _ in range(200):
             before = history.core.usage().nodes
