@@ -53,7 +53,7 @@ class Evictor:
             if not residents.protects_dirty:
                 return False
             cause = state.cause
-            state.saving.cleaner.clean(short - residents.evictable(DEVICE))
+            state.saving.cleaner.clean(short - residents.evictable(DEVICE) - self.freeing())
             state.cause = cause
             lossy = residents.evictable(DEVICE) + self.freeing() < short <= residents.unlocked[DEVICE]
             if not lossy:

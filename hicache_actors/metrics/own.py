@@ -192,6 +192,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("hicache_tree_nodes", "Nodes of the prefix tree.", lambda at: one(at.core.nodes)),
     gauge("hicache_tree_pages", "Distinct pages on device or host.", lambda at: one(at.core.tree_pages)),
     gauge("hicache_stored_pages", "Those of them that are stored.", lambda at: one(at.core.stored_pages)),
+    gauge("hicache_dirty_pages", "Device pages that are nowhere else yet.", lambda at: one(at.core.dirty_pages)),
     # -- jobs and bytes
     gauge("hicache_open_jobs", "Jobs by kind and phase: hit, run, limbo.", _open_jobs, "kind", "phase"),
     gauge("hicache_backup_retries", "Failed backups that wait to be tried again.", lambda at: one(at.core.retries)),

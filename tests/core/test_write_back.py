@@ -174,6 +174,8 @@ def test_if_only_dirty_victims_are_left_their_saving_is_asked_for_and_frees_them
     assert [found(core, n) for n in range(4)] == [(10, 10, 10)] * 4, "nothing has been evicted"
     (start,) = of_type(core.take_effects(), StartWriteBack)
     assert len(unpack_slots(start.source)) == 20
+    assert isinstance(core.allocate(lease, 12 * PAGE), Shortfall)
+    assert not of_type(core.take_effects(), StartWriteBack), "enough is on its way"
     settle(core)
     assert core.allocate(lease, 12 * PAGE) is None
     assert [found(core, n) for n in range(4)] == [(0, 0, 10), (0, 0, 10), (10, 10, 10), (10, 10, 10)]
