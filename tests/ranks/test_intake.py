@@ -12,7 +12,18 @@ from hicache_actors.core.words import Wake
 from hicache_actors.errors import PeerError, UsageError
 from hicache_actors.keys.scope import Scope
 from hicache_actors.ranks.intake import Intake
-from hicache_actors.ranks.intents import AnyTold, AskAcquire, AskDrained, Release, Reset, TakeBack, decode, encode
+from hicache_actors.ranks.intents import (
+    AnyTold,
+    AskAcquire,
+    AskDrained,
+    Release,
+    Reset,
+    SetEviction,
+    SetWritePolicy,
+    TakeBack,
+    decode,
+    encode,
+)
 from hicache_actors.ranks.intents import Batch as IntakeBatch
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import prompt
@@ -109,6 +120,19 @@ def test_what_core_refuses_is_refused_alike() -> None:
     two.post(AskAcquire(2, prompt(2), "r1", None, 0), refused)
     two.step()
     assert len(two.other.answers) == 1
+
+
+def test_another_policy_holds_on_all_ranks() -> None:
+    two = Two()
+    two.post(SetWritePolicy("write_back"), lambda core: core.set_write_policy("write_back"))
+    two.post(SetEviction("slru"), lambda core: core.set_eviction("slru"))
+    two.step()
+    for rank in (two.leader, two.other):
+        policies = rank.core.state.policies
+        assert (policies.write, policies.eviction.name) == ("write_back", "slru")
+    assert two.leader.core.state_digest() == two.other.core.state_digest()
+    with pytest.raises(PeerError, match="not an intake"):
+        decode(encode(IntakeBatch(1, [SetEviction("random")])))  # type: ignore[arg-type]
 
 
 def test_an_intake_is_applied_once_in_order() -> None:
