@@ -19,6 +19,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
@@ -153,10 +154,13 @@ class Folder:
         booking = self.ledger.reserve([(row, 0), (QUARANTINE, 0)])
         try:
             try:
+                moved = os.stat(path, follow_symlinks=False)
                 _with_folder(self._quarantine, lambda: os.rename(path, target))
             except FileNotFoundError:
                 return False
-            moved = os.stat(target, follow_symlinks=False)
+            # If it is not there any more, somebody who made room in the quarantine took it at once, and has booked its going.
+            with suppress(FileNotFoundError):
+                moved = os.stat(target, follow_symlinks=False)
             if identity is not None and _identity(moved) != identity:
                 self._put_back(target, path)  # exchanged in the instant between look and rename
                 return False
