@@ -1,4 +1,4 @@
-"""Host memory: one anonymous mapping cut into slots, seen as memoryviews by storage and as tensors by copies."""
+"""Host memory: one anonymous mapping cut into slots, seen as tensors by copies, and as memoryviews by storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hicache_actors.core.words import Slots
-from hicache_actors.errors import ConfigError, StoppedError
+from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
 from hicache_actors.memory.kv import Raw, raw_view, torch_dtype
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
@@ -52,10 +52,12 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping: mmap.mmap | None = mapping
-        self._bytes: memoryview | None = memoryview(mapping)
+        self._bytes: memoryview | None = memoryview(mapping) if layout.in_place else None
         self._layers, self._raw = _views(mapping, layout, slots)
-        rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)
-        self._magic: NDArray[np.uint8] | None = rows[:, :MAGIC_BYTES]
+        self._magic: NDArray[np.uint8] | None = None
+        if layout.slot_header_bytes:
+            rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)
+            self._magic = rows[:, :MAGIC_BYTES]
         self._used = np.zeros(slots, dtype=np.bool_)
 
     @property
@@ -67,7 +69,10 @@ class HostMemory:
         return self.slots * self.layout.slot_bytes
 
     def object(self, slot: int) -> memoryview:
-        """Header and payload of a slot, writable.  Raises IndexError, and `StoppedError` after `close`."""
+        """Header and payload of a slot, writable.
+
+        Raises IndexError, `UsageError` if pages are no runs (layer_first), and `StoppedError` after `close`.
+        """
         return self._run(slot, 0)
 
     def header(self, slot: int) -> memoryview:
@@ -79,14 +84,14 @@ class HostMemory:
         return self._run(slot, self.layout.header_bytes)
 
     def clear_headers(self, slots: Slots) -> None:
-        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing for raw objects.
+        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing if slots have none.
 
         A slot that is cleared for the first time is not touched: it is zero, and the kernel takes up to milliseconds to make it so.
         Whoever fills it pays for that, in a thread.
         """
-        if self._magic is None:
+        if self._mapping is None:
             raise StoppedError("the host memory is closed")
-        if self.layout.header_bytes:
+        if self._magic is not None:
             which = np.frombuffer(slots, dtype=np.uint32)
             self._magic[which[self._used[which]]] = 0
             self._used[which] = True
@@ -130,22 +135,27 @@ class HostMemory:
 
     def _run(self, slot: int, skip_bytes: int) -> memoryview:
         if self._bytes is None:
-            raise StoppedError("the host memory is closed")
+            raise self._no_run()
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
         start = slot * self._slot_bytes
         return self._bytes[start + skip_bytes : start + self._object_bytes]
 
+    def _no_run(self) -> HiCacheError:
+        if self._mapping is None:
+            return StoppedError("the host memory is closed")
+        return UsageError(f"a page is no run of bytes under {self.layout.order}: put it together in a staging slot")
+
 
 def _views(
     mapping: mmap.mmap, layout: SlotLayout, slots: int
 ) -> tuple[tuple[tuple[torch.Tensor, ...], ...], tuple[tuple[Raw, ...], ...]]:
-    shape, strides = layout.shape, layout.strides()
+    shape, strides = layout.shape, layout.strides(slots)
     size = (slots, shape.page_size, shape.heads, shape.head_dim)
-    steps = (layout.slot_bytes // shape.item_bytes, strides["t"], strides["h"], strides["d"])
+    steps = (strides["s"], strides["t"], strides["h"], strides["d"])
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=torch.uint8).view(torch_dtype(shape.dtype))
-        first = layout.header_bytes // shape.item_bytes
+        first = layout.slot_header_bytes // shape.item_bytes
         layers = tuple(
             tuple(
                 flat.as_strided(size, steps, first + kv * strides["k"] + layer * strides["l"]) for kv in range(shape.kv)

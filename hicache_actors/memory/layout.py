@@ -1,7 +1,10 @@
 """How a page lies in a host slot.  No torch needed.
 
-A slot is ``header + payload``, padded to 4096 bytes: with a header it is the stored object byte for byte, so storage reads and
-writes slots in place.  Axes of the payload, slow to fast: k (K then V), l (layer), t (token), h (head), d (dimension).
+Mostly a slot is ``header + payload``, padded to 4096 bytes: with a header it is the stored object byte for byte, so storage reads
+and writes slots in place.  Under layer_first each layer is one run over all slots, so a page is no run: its object is put together
+in a staging slot (`SlotLayout.object_layout`), and taken apart there.
+
+Axes, slow to fast: s (slot), k (K then V), l (layer), t (token), h (head), d (dimension).
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ from hicache_actors.memory.shapes import KVShape, format_bytes
 
 SLOT_ALIGN_BYTES: Final = 4096
 
-Order: TypeAlias = Literal["page_first_direct", "page_first"]
+Order: TypeAlias = Literal["page_first_direct", "page_first", "page_head", "layer_first"]
 
-_AXES: Final[dict[str, str]] = {"page_first_direct": "klthd", "page_first": "ktlhd"}
+_AXES: Final[dict[Order, str]] = {
+    "page_first_direct": "sklthd",
+    "page_first": "sktlhd",
+    "page_head": "skhtld",
+    "layer_first": "lksthd",
+}
 
 
 class SlotLayout(msgspec.Struct, frozen=True):
     """``order``: page_first_direct (k, l, t, h, d) keeps page x layer runs together; page_first (k, t, l, h, d) is byte-equal
-    to SGLang's flat page.  ``header_bytes``: 4096, or 0 for raw objects.  Raises `ConfigError`.
+    to SGLang's flat page; page_head (k, h, t, l, d) keeps heads together, of which MLA has none; layer_first (l, k, slot, t, h, d)
+    keeps the layers of a pool together.  ``header_bytes`` of an object: 4096, or 0 for raw objects.  Raises `ConfigError`.
     """
 
     shape: KVShape
@@ -32,10 +41,31 @@ class SlotLayout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.order not in _AXES:
             raise ConfigError("host.layout", self.order, "unknown order", allowed=get_args(Order))
+        if self.order == "page_head" and self.shape.kv == 1:
+            raise ConfigError(
+                "host.layout",
+                self.order,
+                "MLA has no heads to keep together",
+                allowed=("page_first_direct", "page_first", "layer_first"),
+                fix="use page_first_direct",
+            )
         if self.header_bytes not in (0, 4096):
             raise ConfigError(
                 "host.header_bytes", self.header_bytes, "unknown size", allowed="4096, or 0 for raw objects"
             )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a slot holds the object itself."""
+        return _AXES[self.order].startswith("s")
+
+    @property
+    def object_layout(self) -> SlotLayout:
+        """Of the slots in which pages stand as objects: this one, or that of staging slots.
+
+        What is stored under layer_first is byte-equal to page_first_direct, and shared with it.
+        """
+        return self if self.in_place else SlotLayout(self.shape, "page_first_direct", self.header_bytes)
 
     @property
     def payload_bytes(self) -> int:
@@ -47,25 +77,45 @@ class SlotLayout(msgspec.Struct, frozen=True):
         return self.header_bytes + self.payload_bytes
 
     @property
+    def slot_header_bytes(self) -> int:
+        """Room for a header in a slot of the pool."""
+        return self.header_bytes if self.in_place else 0
+
+    @property
     def slot_bytes(self) -> int:
-        """Distance of two slots: a multiple of 4096."""
+        """What a page takes of the pool: if slots are runs, the distance of two, a multiple of 4096."""
+        if not self.in_place:
+            return self.payload_bytes
         return -(-self.object_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
-    def strides(self) -> dict[str, int]:
-        """Distance along each axis of the payload, in elements."""
+    @property
+    def padding_bytes(self) -> int:
+        """Of a slot."""
+        return self.slot_bytes - self.slot_header_bytes - self.payload_bytes
+
+    def strides(self, slots: int) -> dict[str, int]:
+        """Distance along each axis in a pool of ``slots``, in elements."""
         shape = self.shape
-        extent = {"k": shape.kv, "l": shape.layers, "t": shape.page_size, "h": shape.heads, "d": shape.head_dim}
+        extent = {
+            "s": slots,
+            "k": shape.kv,
+            "l": shape.layers,
+            "t": shape.page_size,
+            "h": shape.heads,
+            "d": shape.head_dim,
+        }
         strides: dict[str, int] = {}
         step = 1
         for axis in reversed(_AXES[self.order]):
             strides[axis] = step
             step *= extent[axis]
+        if self.in_place:
+            strides["s"] = self.slot_bytes // shape.item_bytes
         return strides
 
     def describe(self, slots: int) -> str:
-        padding = self.slot_bytes - self.object_bytes
         return (
             f"{slots:,} slots of {self.shape.page_size:,} tokens = {slots * self.shape.page_size:,} tokens, "
             f"{format_bytes(slots * self.slot_bytes)} ({self.order}; a slot is {self.slot_bytes:,} bytes: "
-            f"{self.header_bytes:,} header, {self.payload_bytes:,} KV, {padding:,} padding)"
+            f"{self.slot_header_bytes:,} header, {self.payload_bytes:,} KV, {self.padding_bytes:,} padding)"
         )

@@ -23,7 +23,7 @@ from hicache_actors.memory.layout import Order, SlotLayout
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.testing.kv_samples import (
     LAYERS,
-    ORDERS,
+    ORDERS_AND_MLA,
     PAGES,
     PLACES,
     SLOTS,
@@ -34,6 +34,7 @@ from hicache_actors.testing.kv_samples import (
     engine_tensors,
     host_memory,
     page_bytes,
+    slot_bytes,
 )
 from hicache_actors.transfer.completions import Completion, fired
 from hicache_actors.transfer.plan import CopyPlan
@@ -56,34 +57,31 @@ class DeviceContract:
 
     @pytest.mark.parametrize("places", PLACES)
     @pytest.mark.parametrize("strides", STRIDES)
-    @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-    @pytest.mark.parametrize("order", ORDERS)
+    @pytest.mark.parametrize(("order", "mla"), ORDERS_AND_MLA)
     async def test_write_back_bytes(
         self, device: ControlledDevice[Any], order: Order, mla: bool, strides: str, places: str
     ) -> None:
         kv = engine_tensors(strides, mla=mla)
         host = host_memory(kv, order)
-        before = [bytes(host.object(slot)) for slot in range(SLOTS)]
+        before, header_bytes = [slot_bytes(host, slot) for slot in range(SLOTS)], host.layout.slot_header_bytes
         pages, slots = PLACES[places]
         plan = CopyPlan(kv, pack_slots(pages), host, pack_slots(slots))
         assert await fired(device.stream("write_back").submit(plan.work())) is None
         for page, slot in zip(pages, slots, strict=True):
-            assert bytes(host.payload(slot)) == page_bytes(kv, page, order)
-            assert bytes(host.header(slot)) == before[slot][:4096]
+            assert slot_bytes(host, slot) == before[slot][:header_bytes] + page_bytes(kv, page, order)
         for slot in set(range(SLOTS)) - set(slots):
-            assert bytes(host.object(slot)) == before[slot]
+            assert slot_bytes(host, slot) == before[slot]
 
     @pytest.mark.parametrize("places", PLACES)
     @pytest.mark.parametrize("strides", STRIDES)
-    @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-    @pytest.mark.parametrize("order", ORDERS)
+    @pytest.mark.parametrize(("order", "mla"), ORDERS_AND_MLA)
     async def test_load_bytes(
         self, device: ControlledDevice[Any], order: Order, mla: bool, strides: str, places: str
     ) -> None:
         kv = engine_tensors(strides, mla=mla)
         host = host_memory(kv, order)
         before = [page_bytes(kv, page, order) for page in range(PAGES)]
-        host_before = [bytes(host.object(slot)) for slot in range(SLOTS)]
+        host_before = [slot_bytes(host, slot) for slot in range(SLOTS)]
         pages, slots = PLACES[places]
         plan = CopyPlan(host, pack_slots(slots), kv, pack_slots(pages))
         for layer in plan.layers:
@@ -91,10 +89,10 @@ class DeviceContract:
                 device.stream("load").submit(plan.work(range(layer, layer + 1), batch))
         assert await fired(device.stream("load").record()) is None
         for page, slot in zip(pages, slots, strict=True):
-            assert page_bytes(kv, page, order) == bytes(host.payload(slot))
+            assert page_bytes(kv, page, order) == host_before[slot][host.layout.slot_header_bytes :]
         for page in set(range(PAGES)) - set(pages):
             assert page_bytes(kv, page, order) == before[page]
-        assert [bytes(host.object(slot)) for slot in range(SLOTS)] == host_before
+        assert [slot_bytes(host, slot) for slot in range(SLOTS)] == host_before
 
     @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "float8_e4m3fn", "uint8"])
     async def test_there_and_back_keeps_every_bit(self, device: ControlledDevice[Any], dtype: str) -> None:

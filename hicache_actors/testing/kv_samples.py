@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, get_args
 
 import torch
 
@@ -12,9 +13,20 @@ from hicache_actors.memory.layout import Order, SlotLayout
 
 LAYERS, PAGE_SIZE, HEADS, HEAD_DIM, PAGES, SLOTS = 3, 4, 2, 8, 12, 9
 
-ORDERS: tuple[Order, ...] = ("page_first_direct", "page_first")
+ORDERS: tuple[Order, ...] = get_args(Order)
+ORDERS_AND_MLA = tuple((order, mla) for order in ORDERS for mla in (False, True) if not (mla and order == "page_head"))
+"""MLA has no heads to put first."""
+
 STRIDES = ("contiguous", "page_major", "head_major", "padded")
 """One tensor a layer; all layers of a page together (views of one tensor); heads before tokens; every other element."""
+
+_AXES: Final[dict[Order, tuple[int, ...]]] = {
+    "page_first_direct": (1, 0, 2, 3, 4),
+    "page_first": (1, 2, 0, 3, 4),
+    "page_head": (1, 3, 2, 0, 4),
+    "layer_first": (0, 1, 2, 3, 4),
+}
+"""Of a page stacked as layer, k, token, head, dim: which axis comes where."""
 
 PLACES = {
     "scattered": ([7, 2, 11, 3, 0], [8, 1, 4, 0, 6]),
@@ -78,12 +90,16 @@ def fill(tensor: torch.Tensor, seed: int) -> None:
 
 
 def page_bytes(kv: KVTensors, page: int, order: Order) -> bytes:
-    """What the payload of a slot that holds ``page`` must be."""
-    stacked = torch.stack(
-        [torch.stack([tensor[page] for tensor in kv.layer(layer)]) for layer in range(LAYERS)]
-    )  # l k t h d
-    axes = (1, 0, 2, 3, 4) if order == "page_first_direct" else (1, 2, 0, 3, 4)
-    return as_bytes(stacked.permute(axes))
+    """What a slot that holds ``page`` must hold: the payload, or under layer_first one layer after the other."""
+    stacked = torch.stack([torch.stack([tensor[page] for tensor in kv.layer(layer)]) for layer in range(LAYERS)])
+    return as_bytes(stacked.permute(_AXES[order]))
+
+
+def slot_bytes(host: HostMemory, slot: int) -> bytes:
+    """What a slot does hold, its header included."""
+    if host.layout.in_place:
+        return bytes(host.object(slot))
+    return b"".join(as_bytes(tensor[slot]) for layer in range(LAYERS) for tensor in host.layer(layer))
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -94,7 +110,12 @@ def host_memory(kv: KVTensors, order: Order, header_bytes: int = 4096, slots: in
     """Host slots for pages of ``kv``, filled with random bytes, headers too."""
     host = HostMemory(SlotLayout(kv.shape, order, header_bytes), slots)
     for slot in range(slots):
-        noise = torch.empty(host.layout.object_bytes, dtype=torch.uint8)
-        fill(noise, seed=slot)
-        host.object(slot)[:] = noise.numpy().tobytes()
+        if host.layout.in_place:
+            noise = torch.empty(host.layout.object_bytes, dtype=torch.uint8)
+            fill(noise, seed=slot)
+            host.object(slot)[:] = noise.numpy().tobytes()
+        else:
+            for layer in range(LAYERS):
+                for kind, tensor in enumerate(host.layer(layer)):
+                    fill(tensor[slot], seed=(slot * LAYERS + layer) * 2 + kind)
     return host

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache_actors.core.words import pack_slots
-from hicache_actors.errors import ConfigError, StoppedError
+from hicache_actors.errors import ConfigError, StoppedError, UsageError
 from hicache_actors.memory import host as host_module
 from hicache_actors.memory.host import MAGIC_BYTES, HostMemory
 from hicache_actors.memory.layout import SlotLayout
@@ -39,6 +39,38 @@ def test_views_and_memoryviews_are_the_same_bytes() -> None:
     assert host.layer(0)[0][3].contiguous().view(torch.uint8).flatten().tolist() == list(range(256))[:run]
     assert bytes(host.object(2)) == bytes(host.layout.object_bytes)
     assert len(host.header(2)) == 0
+
+
+@pytest.mark.parametrize("shape", [SHAPE, KVShape(3, 1, 1, 8, "float32", 4)], ids=["mha", "mla"])
+def test_under_layer_first_each_layer_is_one_run_over_all_slots(shape: KVShape) -> None:
+    host = HostMemory(SlotLayout(shape, "layer_first"), 5)
+    assert host.nbytes == 5 * shape.page_bytes
+    assert host._mapping is not None
+    row_bytes = shape.layer_page_bytes // shape.kv
+    value = 0
+    for layer in range(shape.layers):
+        for tensor in host.layer(layer):
+            for slot in range(5):
+                value += 1
+                tensor[slot].view(torch.uint8).fill_(value)
+    rows = [bytes([value]) * row_bytes for value in range(1, 5 * shape.layers * shape.kv + 1)]
+    assert host._mapping[: host.nbytes] == b"".join(rows)
+
+
+def test_under_layer_first_a_page_is_no_run() -> None:
+    host = HostMemory(SlotLayout(SHAPE, "layer_first"), 5)
+    for use in (host.object, host.header, host.payload):
+        with pytest.raises(UsageError, match="layer_first"):
+            use(0)
+    host.layer(0)[0].fill_(1.0)
+    host.clear_headers(pack_slots([0, 0, 3]))  # there are none
+    assert bool((host.layer(0)[0] == 1.0).all())
+    del use
+    assert host.close()
+    with pytest.raises(StoppedError):
+        host.object(0)
+    with pytest.raises(StoppedError):
+        host.clear_headers(pack_slots([0]))
 
 
 def test_slots_outside_are_refused() -> None:

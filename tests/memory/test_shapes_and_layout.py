@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hicache_actors.errors import ConfigError
-from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.layout import Order, SlotLayout
 from hicache_actors.memory.shapes import KVShape, format_bytes
 
 SMOL = KVShape(layers=30, kv=2, heads=3, head_dim=64, dtype="bfloat16", page_size=64)
@@ -50,12 +50,38 @@ def test_a_slot_is_header_payload_and_padding() -> None:
 
 def test_strides_follow_the_order() -> None:
     shape = KVShape(layers=5, kv=2, heads=3, head_dim=4, dtype="float16", page_size=8)
-    assert SlotLayout(shape, "page_first").strides() == {"d": 1, "h": 4, "l": 12, "t": 60, "k": 480}
-    assert SlotLayout(shape, "page_first_direct").strides() == {"d": 1, "h": 4, "t": 12, "l": 96, "k": 480}
+    slot = {"s": (4096 + 2 * 960 + 2176) // 2}
+    assert SlotLayout(shape, "page_first").strides(7) == {"d": 1, "h": 4, "l": 12, "t": 60, "k": 480} | slot
+    assert SlotLayout(shape, "page_first_direct").strides(7) == {"d": 1, "h": 4, "t": 12, "l": 96, "k": 480} | slot
+    assert SlotLayout(shape, "page_head").strides(7) == {"d": 1, "l": 4, "t": 20, "h": 160, "k": 480} | slot
+    layer_first = SlotLayout(shape, "layer_first").strides(7)
+    assert layer_first == {"d": 1, "h": 4, "t": 12, "s": 96, "k": 7 * 96, "l": 2 * 7 * 96}
+
+
+@pytest.mark.parametrize("header_bytes", [0, 4096])
+def test_under_layer_first_pages_are_no_runs_and_become_objects_elsewhere(header_bytes: int) -> None:
+    layout = SlotLayout(SMOL, "layer_first", header_bytes)
+    assert not layout.in_place
+    assert (layout.slot_bytes, layout.slot_header_bytes, layout.padding_bytes) == (SMOL.page_bytes, 0, 0)
+    assert layout.object_layout == SlotLayout(SMOL, "page_first_direct", header_bytes)
+    assert layout.object_bytes == layout.object_layout.object_bytes == header_bytes + SMOL.page_bytes
+
+
+@pytest.mark.parametrize("order", ["page_first_direct", "page_first", "page_head"])
+def test_other_layouts_keep_objects_in_their_slots(order: Order) -> None:
+    layout = SlotLayout(SMOL, order)
+    assert layout.in_place
+    assert layout.object_layout is layout
+
+
+def test_a_latent_has_no_heads_to_put_first() -> None:
+    with pytest.raises(ConfigError, match="MLA has no heads") as caught:
+        SlotLayout(KVShape(61, 1, 1, 576, "bfloat16", 64), "page_head")
+    assert caught.value.field == "host.layout"
 
 
 @pytest.mark.parametrize(
-    ("order", "header_bytes", "field"), [("layer_first", 0, "host.layout"), ("page_first", 512, "host.header_bytes")]
+    ("order", "header_bytes", "field"), [("token_first", 0, "host.layout"), ("page_first", 512, "host.header_bytes")]
 )
 def test_unknown_layouts_are_refused(order: Any, header_bytes: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
