@@ -111,26 +111,38 @@ class _Flight(Generic[T]):
 
     def __init__(self, work: Work, read: Callable[[], T]) -> None:
         self._work, self._read = work, read
+        self._told = False
 
     def result(self, timeout_s: float) -> T:
-        work = self._work
-        late = False
         try:
-            if work.is_completed():
-                work.wait()
-            else:
-                # On the work itself: a wait through its future costs three times as much.
-                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+            self._wait(timeout_s)
         except RuntimeError as error:
-            late = not work.is_completed()
-            if not late:
-                raise PeerError(_first_line(error)) from error
-        if late:
-            raise TimeoutError(f"no answer of all ranks within {timeout_s:.3g} s")
+            raise PeerError(_first_line(error)) from error
         return self._read()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        self._work.get_future().add_done_callback(lambda _: callback())
+        def tell(_: object) -> None:
+            self._told = True
+            callback()
+
+        self._work.get_future().add_done_callback(tell)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Raises what the operation failed with, and `TimeoutError` only if it has not ended.
+
+        Gloo's thread completes the future, runs its callbacks, and only then says that the work has ended; the interpreter lock or
+        a busy machine can hold it in between for any time, so what has been told of is waited for without a limit.
+        """
+        work = self._work
+        if not self._told and not work.is_completed():
+            try:
+                # On the work itself: a wait through its future costs three times as much.
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+                return
+            except RuntimeError as error:
+                if not self._told and not work.is_completed():
+                    raise TimeoutError(f"no answer of all ranks within {timeout_s:.3g} s") from error
+        work.wait()
 
 
 def _tensor(data: bytes) -> Tensor:

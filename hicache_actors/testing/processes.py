@@ -34,7 +34,11 @@ def free_port() -> int:
 
 
 def group_of(rank: int, size: int, port: int, transport: TransportKind = "gloo", **settings: Any) -> RankGroup:
-    """Tensor ranks on this host, unless ``settings`` say otherwise."""
+    """Tensor ranks on this host, unless ``settings`` say otherwise.
+
+    Patient with its peers: on a busy machine a healthy rank may be late by seconds.  A test of lateness sets ``deadline_s``.
+    """
+    settings.setdefault("deadline_s", 20.0)
     axes = {"tp_rank": rank, "tp_size": size} if "tp_size" not in settings else {}
     return RankGroup(
         **axes,
