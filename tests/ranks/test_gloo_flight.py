@@ -80,5 +80,5 @@ def test_what_has_not_ended_is_late_and_may_be_asked_again() -> None:
 def test_a_failure_is_a_peers() -> None:
     work = SlowlyEnding(error="Connection closed by peer\nmore")
     work.end()
-    with pytest.raises(PeerError, match="^Connection closed by peer$"):
+    with pytest.raises(PeerError, match=r"^Connection closed by peer$"):
         flight_of(work).result(1.0)
