@@ -198,10 +198,12 @@ def host_budget(
     return HostBudget(resolved, pool_bytes, account.reserve_bytes(reserve_gb), decided_by, account.ranks, share_bytes)
 
 
-def take_host_memory(pool: str, n_bytes: int, *, field: str = "host", reserve_gb: float | None = None) -> None:
+def take_host_memory(
+    pool: str, n_bytes: int, *, field: str = "host", value: object = None, reserve_gb: float | None = None
+) -> None:
     """Book another pool of this rank (staging, side pools) with the enclosing scope, or check it alone without one.
 
-    ``field``: the setting that a refusal names.  Raises `ConfigError`.
+    ``field`` and ``value``: the setting that a refusal names, by default with the bytes.  Raises `ConfigError`.
     """
     account = _scope.get() or _account(None, None)
     why = account.explain(reserve_gb)
@@ -209,7 +211,7 @@ def take_host_memory(pool: str, n_bytes: int, *, field: str = "host", reserve_gb
     if fits_bytes is not None:
         raise ConfigError(
             field,
-            n_bytes,
+            n_bytes if value is None else value,
             f"{pool} needs {format_bytes(n_bytes)}, but only {why}",
             allowed=f"up to {fits_bytes:,} bytes",
             fix="make the host pool smaller, or lower host.reserve_gb",

@@ -21,6 +21,15 @@ ITEM_BYTES: Final = {
 """Bytes of one element, by torch's name of the dtype."""
 
 
+BATCH_PAGES: Final = 64
+BATCH_BYTES: Final = 32 * 1024 * 1024
+
+
+def batch_pages(page_bytes: int) -> int:
+    """Pages of a batch, the unit in which they move: at most 64, and 32 MiB, but one at least."""
+    return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+
+
 class KVShape(msgspec.Struct, frozen=True):
     """This rank's shard: `layers` x `kv` x `heads` x `head_dim` elements a token.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 from hicache_actors.core.words import SLOT_BYTES, Slots
 from hicache_actors.errors import UsageError
 from hicache_actors.memory.kv import Raw
-from hicache_actors.memory.shapes import KVShape
-
-BATCH_PAGES: Final = 64
-BATCH_BYTES: Final = 32 * 1024 * 1024
+from hicache_actors.memory.shapes import KVShape, batch_pages
 
 _Index: TypeAlias = slice | NDArray[np.intp]
 
@@ -30,7 +27,7 @@ class Paged(Protocol):
 def batches(slots: Slots, page_bytes: int) -> tuple[range, ...]:
     """Positions in ``slots``, cut into batches of at most 64 pages and 32 MiB (one page at least)."""
     pages = len(slots) // SLOT_BYTES
-    step = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+    step = batch_pages(page_bytes)
     return tuple(range(start, min(start + step, pages)) for start in range(0, pages, step))
 
 

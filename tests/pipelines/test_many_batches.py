@@ -11,9 +11,9 @@ from hicache_actors import TransferError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty
 from hicache_actors.config import Deadlines
+from hicache_actors.memory import shapes
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import evict_device, open_small, prompt
-from hicache_actors.transfer import plan
 
 SEEDS = pytest.mark.parametrize("seed", [None, *range(8)])
 PAGES = 14
@@ -21,7 +21,7 @@ PAGES = 14
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "BATCH_PAGES", 1)
+    monkeypatch.setattr(shapes, "BATCH_PAGES", 1)
 
 
 @SEEDS

@@ -11,8 +11,8 @@ from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
-from hicache_actors.memory.shapes import KVShape
-from hicache_actors.transfer.plan import BATCH_BYTES, CopyPlan, batches
+from hicache_actors.memory.shapes import BATCH_BYTES, KVShape
+from hicache_actors.transfer.plan import CopyPlan, batches
 
 SHAPE = KVShape(layers=2, kv=2, heads=1, head_dim=4, dtype="uint8", page_size=2)
 
