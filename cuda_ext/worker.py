@@ -181,9 +181,8 @@ class WorkerStream(ControlledStream):
             if event is not None:
                 if not self._order_after(event):
                     self._await_event(event)
-            elif ticket is not None:
-                if work is None or self._pass_gate():
-                    self._take(work, ticket)
+            elif ticket is not None and (work is None or self._pass_gate()):
+                self._take(work, ticket)
 
     def _take(self, work: Work | None, ticket: Completion) -> None:
         try:
