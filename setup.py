@@ -24,7 +24,7 @@ setup(
             include_dirs=[NATIVE],
             language="c++",
             extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", *ARCH],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-Wl,-z,defs"],
             libraries=["dl"],
             py_limited_api=True,  # the name says abi3: the library knows nothing of Python, so it serves every version
             optional=True,

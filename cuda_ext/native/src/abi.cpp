@@ -13,7 +13,17 @@ thread_local char last_error[512];
 
 #define HIC_SIZE(type) {#type, sizeof(struct type)}
 const hic_size sizes[] = {
-    HIC_SIZE(hic_size),
+    HIC_SIZE(hic_size),   HIC_SIZE(hic_done),          HIC_SIZE(hic_ring_counts),
+    HIC_SIZE(hic_op),     HIC_SIZE(hic_copies),        HIC_SIZE(hic_stream_counts),
+    HIC_SIZE(hic_names),
+    HIC_SIZE(hic_identity),
+    HIC_SIZE(hic_reads),
+    HIC_SIZE(hic_writes),
+    HIC_SIZE(hic_level),
+    HIC_SIZE(hic_piece),
+    HIC_SIZE(hic_plan),
+    HIC_SIZE(hic_run),
+    HIC_SIZE(hic_stores),
 };
 
 }  // namespace
