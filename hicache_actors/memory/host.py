@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hicache_actors.core.words import Slots
 from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
+from hicache_actors.memory.geometry import Geometry
 from hicache_actors.memory.kv import Raw, raw_view, torch_dtype
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
@@ -54,6 +55,7 @@ class HostMemory:
         self._mapping: mmap.mmap | None = mapping
         self._bytes: memoryview | None = memoryview(mapping) if layout.in_place else None
         self._layers, self._raw = _views(mapping, layout, slots)
+        self.geometry: Final = Geometry.of("host", self._layers)
         self._magic: NDArray[np.uint8] | None = None
         if layout.slot_header_bytes:
             rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)

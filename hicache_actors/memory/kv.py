@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from hicache_actors.errors import ConfigError
+from hicache_actors.memory.geometry import Geometry
 from hicache_actors.memory.shapes import ITEM_BYTES, KVShape, format_bytes
 
 Raw: TypeAlias = NDArray[Any]
@@ -46,6 +47,7 @@ class KVTensors:
         self.pages = pages
         self.device: torch.device = layers[0][0].device
         self._layers = tuple(layers)
+        self.geometry: Final = Geometry.of("device", layers)
         self._raw: tuple[tuple[Raw, ...], ...] | None = None
 
     @classmethod

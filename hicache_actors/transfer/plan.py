@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hicache_actors.core.words import SLOT_BYTES, Slots
 from hicache_actors.errors import UsageError
+from hicache_actors.memory.geometry import Geometry
 from hicache_actors.memory.kv import Raw
 from hicache_actors.memory.shapes import KVShape, batch_pages
+from hicache_actors.transfer.affine import AffineCopy
 
 _Index: TypeAlias = slice | NDArray[np.intp]
 
@@ -20,6 +24,11 @@ class Paged(Protocol):
 
     @property
     def shape(self) -> KVShape: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]: ...
 
     def raw(self, layer: int) -> tuple[Raw, ...]: ...
 
@@ -34,8 +43,8 @@ def batches(slots: Slots, page_bytes: int) -> tuple[range, ...]:
 class CopyPlan:
     """Copy ``source_slots`` of ``source`` to ``target_slots`` of ``target``, page by page in order, in either direction.
 
-    Made anywhere, changed never.  The plan keeps both sides alive; it owns no slots.  Making it builds the index arrays, once;
-    after that no Python runs per page.  Raises `UsageError` if the sides do not fit or a slot does not exist.
+    Made anywhere, changed never.  The plan keeps both sides alive; it owns no slots.  No Python runs per page.  Raises
+    `UsageError` if the sides do not fit or a slot does not exist.
     """
 
     def __init__(self, source: Paged, source_slots: Slots, target: Paged, target_slots: Slots) -> None:
@@ -45,19 +54,14 @@ class CopyPlan:
             raise UsageError(
                 f"{len(source_slots) // SLOT_BYTES} source pages for {len(target_slots) // SLOT_BYTES} target pages"
             )
+        _check_slots(source_slots, source.geometry.pages, "source")
+        _check_slots(target_slots, target.geometry.pages, "target")
         self.shape = source.shape
         self.pages = len(source_slots) // SLOT_BYTES
         self.layers = range(source.shape.layers)
         self.batches = batches(source_slots, source.shape.page_bytes)
-        self._source = source
-        self._target = target
-        self._moves = tuple(
-            zip(
-                _indices(source, source_slots, self.batches, "source"),
-                _indices(target, target_slots, self.batches, "target"),
-                strict=True,
-            )
-        )
+        self._source, self._source_slots = source, source_slots
+        self._target, self._target_slots = target, target_slots
 
     @property
     def nbytes(self) -> int:
@@ -65,41 +69,75 @@ class CopyPlan:
 
     def work(self, layers: range | None = None, batch: int | None = None) -> CopyWork:
         """The work of some layers (default: all) and one batch (an index of ``batches``; default: all of them)."""
-        moves = self._moves if batch is None else self._moves[batch : batch + 1]
-        pages = self.pages if batch is None else len(self.batches[batch])
-        chosen = self.layers if layers is None else layers
-        return CopyWork(self._source, self._target, chosen, moves, pages * len(chosen) * self.shape.layer_page_bytes)
+        cuts = self.batches if batch is None else self.batches[batch : batch + 1]
+        return CopyWork(
+            self._source,
+            self._source_slots,
+            self._target,
+            self._target_slots,
+            self.layers if layers is None else layers,
+            cuts,
+        )
 
 
 class CopyWork:
-    """`Work` of a device: run it on any thread, once or again; it moves bytes and touches nothing else."""
+    """`Work` of a device: executed on any thread, once or again; it moves bytes and touches nothing else.
 
-    __slots__ = ("_layers", "_moves", "_source", "_target", "nbytes")
+    A device with native code of its own executes `affine`; any other calls `run`.
+    """
+
+    __slots__ = ("_cuts", "_layers", "_source", "_source_slots", "_target", "_target_slots", "nbytes")
 
     def __init__(
-        self, source: Paged, target: Paged, layers: range, moves: tuple[tuple[_Index, _Index], ...], nbytes: int
+        self,
+        source: Paged,
+        source_slots: Slots,
+        target: Paged,
+        target_slots: Slots,
+        layers: range,
+        cuts: Sequence[range],
     ) -> None:
-        self._source, self._target, self._layers, self._moves = source, target, layers, moves
-        self.nbytes = nbytes
+        """For `CopyPlan.work`.  ``cuts``: positions in both runs of slots that follow each other."""
+        self._source, self._source_slots = source, source_slots
+        self._target, self._target_slots = target, target_slots
+        self._layers, self._cuts = layers, cuts
+        self.nbytes = sum(map(len, cuts)) * len(layers) * source.shape.layer_page_bytes
 
     def run(self) -> None:
-        """Move the bytes.  Raises `StoppedError` if the host memory was closed before it began."""
+        """Move the bytes, here and now.  Raises `StoppedError` if the host memory was closed before it began."""
+        moves = [(_index(self._source_slots, cut), _index(self._target_slots, cut)) for cut in self._cuts]
         for layer in self._layers:
             for source, target in zip(self._source.raw(layer), self._target.raw(layer), strict=True):
-                for source_index, target_index in self._moves:
+                for source_index, target_index in moves:
                     target[target_index] = source[source_index]
 
+    def affine(self) -> AffineCopy:
+        """The same as loops over addresses.  It keeps the memory of both sides mapped, also after they have been closed.
 
-def _indices(side: Paged, slots: Slots, cuts: tuple[range, ...], name: str) -> list[_Index]:
-    wide = np.frombuffer(slots, dtype=np.uint32).astype(np.intp)
-    limit = side.raw(0)[0].shape[0]
-    if wide.size and int(wide.max()) >= limit:
-        raise UsageError(f"{name} slot {int(wide.max())} of a pool of {limit}")
-    return [_index(wide[cut.start : cut.stop]) for cut in cuts]
+        Raises `StoppedError` if the host memory is closed already, `UsageError` for more than one plan can say.
+        """
+        start, stop = (self._cuts[0].start, self._cuts[-1].stop) if self._cuts else (0, 0)
+        pages = slice(start * SLOT_BYTES, stop * SLOT_BYTES)
+        return AffineCopy(
+            self._source.geometry,
+            self._source_slots[pages],
+            self._target.geometry,
+            self._target_slots[pages],
+            self._layers,
+            keeps=(self._source, self._source.layer(0), self._target, self._target.layer(0)),
+        )
 
 
-def _index(slots: NDArray[np.intp]) -> _Index:
+def _check_slots(slots: Slots, limit: int, name: str) -> None:
+    if slots:
+        highest = int(np.frombuffer(slots, dtype=np.uint32).max())
+        if highest >= limit:
+            raise UsageError(f"{name} slot {highest} of a pool of {limit}")
+
+
+def _index(slots: Slots, cut: range) -> _Index:
     """A slice where slots follow each other: then a copy needs no staging and runs at memcpy speed."""
-    if bool((np.diff(slots) == 1).all()):
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
+    wide = np.frombuffer(slots, dtype=np.uint32)[cut.start : cut.stop].astype(np.intp)
+    if bool((np.diff(wide) == 1).all()):
+        return slice(int(wide[0]), int(wide[-1]) + 1)
+    return wide
