@@ -36,8 +36,6 @@ HIC_API const struct hic_size *hic_sizes(uint32_t *count);
 /* Why the last call of this thread failed; "" if none has.  Valid until this thread's next failing call. */
 HIC_API const char *hic_last_error(void);
 
-#include "capi/copy.h"
-
 #include "capi/ring.h"
 #include "capi/events.h"
 #include "capi/streams.h"

@@ -176,72 +176,8 @@ class FileWrites(ctypes.Structure):
     )
 
 
-MAX_LEVELS: Final = 5
-"""HIC_LEVELS: loops of a plan."""
-
-
-class Level(ctypes.Structure):
-    """hic_level: one loop of a plan; ``kind`` is 0 affine, 1 page, 2 piece."""
-
-    _fields_ = (
-        ("extent", ctypes.c_uint32),
-        ("kind", ctypes.c_uint32),
-        ("source_stride", ctypes.c_int64),
-        ("target_stride", ctypes.c_int64),
-    )
-
-
-class Piece(ctypes.Structure):
-    """hic_piece: where page 0 of one layer's K or V begins."""
-
-    _fields_ = (("source", ctypes.c_uint64), ("target", ctypes.c_uint64))
-
-
-class Plan(ctypes.Structure):
-    """hic_plan: a copy as nested loops; levels go from the slowest to the fastest."""
-
-    _fields_ = (
-        ("pieces", ctypes.c_uint64),
-        ("source_pages", ctypes.c_uint64),
-        ("target_pages", ctypes.c_uint64),
-        ("piece_count", ctypes.c_uint32),
-        ("page_count", ctypes.c_uint32),
-        ("source_limit", ctypes.c_uint32),
-        ("target_limit", ctypes.c_uint32),
-        ("run_bytes", ctypes.c_uint32),
-        ("unit_bytes", ctypes.c_uint32),
-        ("levels", ctypes.c_uint32),
-        ("runs", ctypes.c_uint32),
-        ("level", Level * MAX_LEVELS),
-    )
-
-
-class Run(ctypes.Structure):
-    """hic_run: one copy of contiguous bytes."""
-
-    _fields_ = (("source", ctypes.c_uint64), ("target", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
-
-
-class Stores(ctypes.Structure):
-    """hic_stores: what a simulated grid has stored, and where."""
-
-    _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("units", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("total", ctypes.c_uint64),
-        ("outside", ctypes.c_uint64),
-        ("misaligned", ctypes.c_uint64),
-    )
-
-
 STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_size": Size,
-    "hic_level": Level,
-    "hic_piece": Piece,
-    "hic_plan": Plan,
-    "hic_run": Run,
-    "hic_stores": Stores,
     "hic_done": Done,
     "hic_ring_counts": RingCounts,
     "hic_op": Op,
