@@ -1,0 +1,69 @@
+/* Files of stored objects: a batch a call, so that the interpreter is left once and not five times a file.
+ *
+ * The calls are those of backends/folder.py, and what is rare is left to it: a call says what it met and goes on.  Any thread
+ * may call; the caller owns all memory until the call returns.  Several threads may work at one batch: each takes the next
+ * file from `next`. */
+#ifndef HICACHE_CAPI_FILES_H
+#define HICACHE_CAPI_FILES_H
+
+#include "capi/digest.h"
+
+enum hic_read_outcome { /* otherwise the bytes read, which are those asked for */
+  HIC_READ_MISSING = -1, /* no such file, or one that is not ours */
+  HIC_READ_TORN = -2,    /* of another length */
+  HIC_READ_FAILED = -3,  /* `error` has errno */
+};
+
+enum hic_write_outcome {
+  HIC_WRITE_FAILED = 0,    /* `error` has errno; the temporary file is gone */
+  HIC_WRITE_WRITTEN = 1,
+  HIC_WRITE_EXISTS = 2,    /* something has the name; the temporary file stays, whole */
+  HIC_WRITE_NO_FOLDER = 3, /* nothing has been made */
+  HIC_WRITE_NO_RENAME = 4, /* the file system cannot rename without replacing; the temporary file stays, whole */
+  HIC_WRITE_SKIPPED = 5,   /* the disk has filled up before its turn */
+};
+
+/* Which file has been read: its mtime and inode. */
+struct hic_identity {
+  int64_t mtime_ns;
+  uint64_t inode;
+};
+
+struct hic_reads {
+  uint64_t count;
+  uint64_t next; /* 0 at first */
+  const char *const *paths;
+  void *const *buffers;
+  const uint64_t *bytes;          /* of each buffer: the length that its file must have */
+  int64_t touch_before_ns;        /* a file with an older mtime is given the present one */
+  const struct hic_names *names;  /* NULL: the content is not looked at */
+  int64_t *outcomes;              /* hic_read_outcome */
+  struct hic_identity *identities; /* of what was read, or is torn */
+  int32_t *errors;
+  uint8_t *verdicts; /* hic_verdict of what was read; not touched without names */
+};
+
+struct hic_writes {
+  uint64_t count;
+  uint64_t next; /* 0 at first */
+  const char *const *temporaries;
+  const char *const *paths; /* in the same folder */
+  const void *const *buffers;
+  const uint64_t *bytes;
+  int32_t *outcomes; /* hic_write_outcome, SKIPPED at first */
+  int32_t *errors;
+  int32_t full; /* set when the disk has no room: what is left is skipped */
+  int32_t reserved;
+};
+
+/* Read whole files into their buffers. */
+HIC_API int32_t hic_files_read(struct hic_reads *batch);
+
+/* Write each buffer to its temporary file (0600, made anew) and give that its name, unless something has it. */
+HIC_API int32_t hic_files_write(struct hic_writes *batch);
+
+/* How many of the paths, from the front, are regular files that are not empty; errno into *error if looking at the next one
+ * failed for another reason than that it is not there, else 0. */
+HIC_API uint64_t hic_files_leading(uint64_t count, const char *const *paths, int32_t *error);
+
+#endif
