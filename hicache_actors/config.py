@@ -29,6 +29,7 @@ from hicache_actors.checks import (
     optional_text,
     positive,
     text,
+    whole,
 )
 from hicache_actors.errors import ConfigError
 from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, Eviction, PolicyConfig, WritePolicy
@@ -50,9 +51,9 @@ __all__ = [
     "WritePolicy",
 ]
 
-HostLayout: TypeAlias = Literal["page_first_direct", "page_first"]
+HostLayout: TypeAlias = Literal["page_first_direct", "page_first", "page_head", "layer_first", "page_unified"]
 
-LAYOUTS: Final = ("page_first_direct", "page_first")
+LAYOUTS: Final = ("page_first_direct", "page_first", "page_head", "layer_first", "page_unified")
 HEADER_SIZES: Final = (4096, 0)
 
 
@@ -70,10 +71,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """KV heads of the whole model, over all ranks.  Default: the heads of the shape, that is, one rank holds them
     all."""
 
+    first_layer: int | None = None
+    """The model's layer that is this rank's first.  Required with unified keys and pipeline stages.  Default: 0."""
+
     def __post_init__(self) -> None:
         optional_text("model.model_id", self.model_id, fix="name the model, e.g. 'HuggingFaceTB/SmolLM2-135M-Instruct'")
         optional_text("model.weights", self.weights, fix="give a fingerprint of the weights, or an epoch such as 'v1'")
         optional_count("model.total_kv_heads", self.total_kv_heads, "KV heads")
+        if self.first_layer is not None:
+            whole("model.first_layer", self.first_layer, "layers", least=0)
 
 
 class ShapeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +139,12 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: HostLayout = "page_first_direct"
     """Order of the bytes in a slot.  'page_first_direct': K or V, layer, token, head.  'page_first': K or V, token,
-    layer, head, byte-equal to SGLang's flat page.  Default: 'page_first_direct'."""
+    layer, head, byte-equal to SGLang's flat page.  'page_unified': group of heads, layer, K or V, token, head, for unified
+    keys.  Default: 'page_first_direct'."""
 
     header_bytes: int = 4096
-    """Room for an object header before each page, so that header and page are stored in one run.  0: no header, hence
-    no verified storage.  Default: 4096."""
+    """Room for an object header before each page, so that header and page are stored in one run.  0: no header, for raw
+    objects or without storage.  Default: 4096."""
 
     def __post_init__(self) -> None:
         positive("host.ratio", self.ratio, "host pages per device page")
@@ -235,6 +242,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         flag("enabled", self.enabled)
         flag("shadow", self.shadow)
         positive("close_timeout_s", self.close_timeout_s, "seconds")
+        self._check_layout()
         if self.storage.url is not None:
             self.check_storage()
 
@@ -249,13 +257,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     allowed="a non-empty text",
                     fix=f"set model.{name}, or leave storage.url out",
                 )
-        if self.host.header_bytes == 0:
+        raw = self.storage.keys == "raw"
+        if raw != (self.host.header_bytes == 0):
             raise ConfigError(
                 "host.header_bytes",
-                0,
-                "no room for the checksum, but storage is used with verify = 'always'",
-                allowed="4096 with storage",
-                fix="leave header_bytes at 4096",
+                self.host.header_bytes,
+                "SGLang's objects have no header, but keys = 'raw'" if raw else "no room for the header of an object",
+                allowed="0 with raw keys" if raw else "4096 with storage",
+                fix="set host.header_bytes = 0" if raw else "leave header_bytes at 4096, or set storage.keys = 'raw'",
+            )
+
+    def _check_layout(self) -> None:
+        unified = self.storage.keys == "unified"
+        if unified != (self.host.layout == "page_unified"):
+            raise ConfigError(
+                "host.layout",
+                self.host.layout,
+                f"does not go with storage.keys = {self.storage.keys!r}",
+                allowed="'page_unified' with unified keys, and with no others",
+                fix="set host.layout = 'page_unified'" if unified else "set storage.keys = 'unified'",
             )
 
     @classmethod

@@ -16,8 +16,8 @@ from hicache_actors.checks import positive
 from hicache_actors.config import Config
 from hicache_actors.disks import disk_of, folder_of_url
 from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.key_choice import layout_of
 from hicache_actors.memory.budget import host_budget, host_memory_scope, take_host_memory
-from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape, format_bytes
@@ -200,7 +200,7 @@ def _size(
         budget = None
         if config.device.pages is not None or host.pages is not None or host.size_gb is not None:
             budget = host_budget(
-                SlotLayout(kv_shape, host.layout, host.header_bytes),
+                layout_of(config, kv_shape),
                 config.device.pages or 0,
                 pages=host.pages,
                 size_gb=host.size_gb,
@@ -211,6 +211,7 @@ def _size(
         report = sizing_report(
             config,
             kv_shape,
+            layout=layout_of(config, kv_shape),
             device_pages=config.device.pages,
             host=budget,
             storage=storage_facts(

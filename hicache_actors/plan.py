@@ -16,6 +16,8 @@ import msgspec
 from hicache_actors.checks import count, positive
 from hicache_actors.config import LAYOUTS, Config
 from hicache_actors.errors import ConfigError
+from hicache_actors.key_choice import layout_of
+from hicache_actors.keys.namespace import Rank
 from hicache_actors.memory.budget import HostBudget, host_budget, host_pages
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
@@ -115,11 +117,13 @@ def make_plan(
     shape = model.rank_shape(config.page_size, tp)
     device_pages = config.device.pages if device_gb is None else _device_pages(device_gb, shape)
     storage = _storage(config, disk_gb, disk_read_gb_s, 1 if model.mla else ranks)
+    layout = layout_of(config, shape, Rank(tp_size=tp))
     report = sizing_report(
         config,
         shape,
+        layout=layout,
         device_pages=device_pages,
-        host=_host(config, shape, device_pages, memory_gb, ranks, storage=storage is not None),
+        host=_host(config, layout, device_pages, memory_gb, ranks, storage=storage is not None),
         storage=storage,
         ranks=ranks,
         prefill_tokens_per_s=prefill_tokens_per_s,
@@ -305,12 +309,11 @@ def _device_pages(device_gb: float, shape: KVShape) -> int:
 
 
 def _host(
-    config: Config, shape: KVShape, device_pages: int | None, memory_gb: float | None, ranks: int, *, storage: bool
+    config: Config, layout: SlotLayout, device_pages: int | None, memory_gb: float | None, ranks: int, *, storage: bool
 ) -> HostBudget | int | None:
     host = config.host
     if device_pages is None and host.size_gb is None and host.pages is None:
         return None
-    layout = SlotLayout(shape, host.layout, host.header_bytes)
     if memory_gb is None:
         pages, _ = host_pages(
             layout, device_pages or 0, pages=host.pages, size_gb=host.size_gb, ratio=host.ratio, storage=storage

@@ -7,14 +7,16 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from hicache_actors.checks import choice, count, not_negative, positive, text, whole
+from hicache_actors.checks import choice, count, not_negative, optional_count, positive, text, whole
 from hicache_actors.errors import ConfigError
 
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
-Verify: TypeAlias = Literal["always"]
+Verify: TypeAlias = Literal["always", "sampled", "off"]
+Keys: TypeAlias = Literal["suffix", "unified", "raw"]
 
 PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
-VERIFY_MODES: Final = ("always",)
+VERIFY_MODES: Final = ("always", "sampled", "off")
+KEY_SCHEMES: Final = ("suffix", "unified", "raw")
 
 
 class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,24 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     """Where pages are stored: 'memory://name', 'file:///folder', or a scheme that a plug-in registers.  Default: no
     storage."""
+
+    keys: Keys = "suffix"
+    """How objects are named, and so with whom they are shared.  'suffix': one object a page and rank, for deployments that
+    divide the model alike.  'unified': a page is cut along layers and KV heads, for deployments that divide it differently;
+    needs host.layout = 'page_unified'.  'raw': SGLang's names, no header; needs host.header_bytes = 0 and verify = 'off'.
+    Default: 'suffix'."""
+
+    tp_lcm_size: int | None = None
+    """With unified keys: the least common multiple of the tensor-parallel sizes of all deployments that shall share; an
+    object then holds the KV heads of the model divided by this.  Default: not given, ``head_group`` decides."""
+
+    head_group: int | None = None
+    """With unified keys: KV heads in one object.  Required with more tensor-parallel ranks than KV heads.  Default: those
+    of this rank."""
+
+    layer_partition: int | None = None
+    """With unified keys: layers in one object; every pipeline stage that shall share begins at a multiple of it.  Default:
+    those of this rank."""
 
     prefetch_threshold_tokens: int = 256
     """A shorter missing span is not looked up in storage.  Default: 256 tokens."""
@@ -79,8 +99,19 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """That time is never longer.  Default: 30 s."""
 
     verify: Verify = "always"
-    """'always': each page that was read is compared with the checksum in its header before it can be used.  Default:
-    'always'."""
+    """Which pages that were read are compared with the checksum in their header before they can be used.  'always': each.
+    'sampled': one in ``verify_every``.  'off': none.  The rest of the header is compared always.  Default: 'always'."""
+
+    verify_every: int = 16
+    """With verify = 'sampled': one page in so many, chosen at random.  Default: 16."""
+
+    scrub_mb_s: float = 0.0
+    """Megabytes (1e6 bytes) a second that are read in the background, while nobody else reads, to find bad objects before
+    they are needed.  0: none.  Default: 0."""
+
+    probe_keys: int = 4096
+    """Names that are listed when a store is attached, to warn of pages of the same model that cannot be shared.  0: none.
+    Default: 4096."""
 
     def __post_init__(self) -> None:
         if self.url is not None:
@@ -111,6 +142,40 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
         count("storage.write_concurrency", self.write_concurrency, "batches")
         self._check_limits()
         choice("storage.verify", self.verify, VERIFY_MODES)
+        count("storage.verify_every", self.verify_every, "pages")
+        not_negative("storage.scrub_mb_s", self.scrub_mb_s, "1e6 bytes a second")
+        whole("storage.probe_keys", self.probe_keys, "names", least=0)
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        choice("storage.keys", self.keys, KEY_SCHEMES)
+        for name in ("tp_lcm_size", "head_group", "layer_partition"):
+            value = getattr(self, name)
+            optional_count(f"storage.{name}", value, "ranks" if name == "tp_lcm_size" else name.split("_")[0] + "s")
+            if value is not None and self.keys != "unified":
+                raise ConfigError(
+                    f"storage.{name}",
+                    value,
+                    f"has no meaning with keys = {self.keys!r}",
+                    allowed="not given, or keys = 'unified'",
+                    fix=f"set storage.keys = 'unified', or leave {name} out",
+                )
+        if self.keys == "raw" and self.verify != "off":
+            raise ConfigError(
+                "storage.verify",
+                self.verify,
+                "raw objects have no checksum, but keys = 'raw'",
+                allowed="'off' with raw keys",
+                fix="set storage.verify = 'off', or choose other keys",
+            )
+        if self.keys == "raw" and self.scrub_mb_s:
+            raise ConfigError(
+                "storage.scrub_mb_s",
+                self.scrub_mb_s,
+                "raw objects have no checksum, but keys = 'raw'",
+                allowed="0 with raw keys",
+                fix="leave it out",
+            )
 
     def _check_limits(self) -> None:
         for name in ("read_in_flight_bytes", "write_in_flight_bytes"):

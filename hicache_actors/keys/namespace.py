@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Final
 
@@ -11,7 +12,11 @@ import msgspec
 from hicache_actors.errors import ConfigError
 
 NAMESPACE_BYTES: Final = 16
-_SCHEMA_VERSION: Final = 1
+FAMILY_BYTES: Final = 6
+SCHEMA_VERSION: Final = 2
+GRID_FACTS: Final = ("layout", "total_kv_heads", "head_group", "layer_partition")
+"""What follows from how a deployment divides the model: those who differ in nothing else could share, if they divided it alike."""
+
 _DTYPE: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -63,9 +68,18 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes; any other value of any fact gives another digest."""
-        facts = (_SCHEMA_VERSION, *(getattr(self, field) for field in self.__struct_fields__))
-        return sha256(msgspec.msgpack.encode(facts)).digest()[:NAMESPACE_BYTES]
+        """16 bytes; any other value of any fact gives another digest.  The first 6 are the `family`."""
+        return self.family + self._sha256(self.__struct_fields__)[: NAMESPACE_BYTES - FAMILY_BYTES]
+
+    @property
+    def family(self) -> bytes:
+        """6 bytes, of all facts but `GRID_FACTS`: so the names in a store tell who has stored the same model there, divided in
+        another way.
+        """
+        return self._sha256([fact for fact in self.__struct_fields__ if fact not in GRID_FACTS])[:FAMILY_BYTES]
+
+    def _sha256(self, facts: Iterable[str]) -> bytes:
+        return sha256(msgspec.msgpack.encode((SCHEMA_VERSION, *(getattr(self, fact) for fact in facts)))).digest()
 
     def _require_text(self, field: str, allowed: str, fix: str) -> None:
         value = getattr(self, field)

@@ -56,10 +56,11 @@ class HostMemory:
         self._bytes: memoryview | None = memoryview(mapping) if layout.in_place else None
         self._layers, self._raw = _views(mapping, layout, slots)
         self.geometry: Final = Geometry.of("host", self._layers)
-        self._magic: NDArray[np.uint8] | None = None
+        self._spans = layout.chunk_spans if layout.in_place else ()
+        self._magic: tuple[NDArray[np.uint8], ...] = ()
         if layout.slot_header_bytes:
             rows = np.frombuffer(mapping, dtype=np.uint8).reshape(slots, layout.slot_bytes)
-            self._magic = rows[:, :MAGIC_BYTES]
+            self._magic = tuple(rows[:, start : start + MAGIC_BYTES] for start, _ in self._spans)
         self._used = np.zeros(slots, dtype=np.bool_)
 
     @property
@@ -71,14 +72,19 @@ class HostMemory:
         return self.slots * self.layout.slot_bytes
 
     def object(self, slot: int) -> memoryview:
-        """Header and payload of a slot, writable.
+        """Header and payload of a slot, writable; of several chunks, one behind the other.
 
         Raises IndexError, `UsageError` if pages are no runs (layer_first), and `StoppedError` after `close`.
         """
         return self._run(slot, 0)
 
+    def objects(self, slot: int) -> list[memoryview]:
+        """Header and payload of each chunk of a slot, writable.  Raises as `object` does."""
+        run = self._run(slot, 0)
+        return [run] if len(self._spans) == 1 else [run[start:end] for start, end in self._spans]
+
     def header(self, slot: int) -> memoryview:
-        """The header of a slot, writable; empty for raw objects."""
+        """The header of a slot (of its first chunk), writable; empty for raw objects."""
         return self._run(slot, 0)[: self.layout.header_bytes]
 
     def payload(self, slot: int) -> memoryview:
@@ -86,20 +92,25 @@ class HostMemory:
         return self._run(slot, self.layout.header_bytes)
 
     def clear_headers(self, slots: Slots) -> None:
-        """Clear the magic of each slot's header, so that what stands there passes for no object; nothing if slots have none.
+        """Clear the magic of each slot's headers, so that what stands there passes for no object; nothing if slots have none.
 
         A slot that is cleared for the first time is not touched: it is zero, and the kernel takes up to milliseconds to make it so.
         Whoever fills it pays for that, in a thread.
         """
         if self._mapping is None:
             raise StoppedError("the host memory is closed")
-        if self._magic is not None:
+        if self._magic:
             which = np.frombuffer(slots, dtype=np.uint32)
-            self._magic[which[self._used[which]]] = 0
+            used = which[self._used[which]]
+            for magic in self._magic:
+                magic[used] = 0
             self._used[which] = True
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """(K, V), or (latent,): strided views [slots, page_size, heads, head_dim] of all slots."""
+        """(K, V), or (latent,): strided views [slots, page_size, heads, head_dim] of all slots.
+
+        With several groups of heads, K of each group, then V of each: [slots, page_size, head_group, head_dim].
+        """
         if not self._layers:
             raise StoppedError("the host memory is closed")
         return self._layers[layer]
@@ -117,7 +128,7 @@ class HostMemory:
         `mapped` counts it.  Without it, views that somebody still holds keep it mapped until they are gone.
         """
         mapping, self._mapping = self._mapping, None
-        self._bytes, self._magic, self._layers, self._raw = None, None, (), ()
+        self._bytes, self._magic, self._layers, self._raw = None, (), (), ()
         if mapping is None:
             return True
         if keep_mapped:
@@ -153,15 +164,13 @@ def _views(
     mapping: mmap.mmap, layout: SlotLayout, slots: int
 ) -> tuple[tuple[tuple[torch.Tensor, ...], ...], tuple[tuple[Raw, ...], ...]]:
     shape, strides = layout.shape, layout.strides(slots)
-    size = (slots, shape.page_size, shape.heads, shape.head_dim)
+    size = (slots, shape.page_size, shape.heads // layout.head_groups, shape.head_dim)
     steps = (strides["s"], strides["t"], strides["h"], strides["d"])
+    parts = [(kv, group) for kv in range(shape.kv) for group in range(layout.head_groups)]
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=torch.uint8).view(torch_dtype(shape.dtype))
-        first = layout.slot_header_bytes // shape.item_bytes
         layers = tuple(
-            tuple(
-                flat.as_strided(size, steps, first + kv * strides["k"] + layer * strides["l"]) for kv in range(shape.kv)
-            )
+            tuple(flat.as_strided(size, steps, layout.first_element(layer, kv, group, strides)) for kv, group in parts)
             for layer in range(shape.layers)
         )
         return layers, tuple(tuple(raw_view(tensor) for tensor in tensors) for tensors in layers)

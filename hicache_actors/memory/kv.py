@@ -93,6 +93,14 @@ class KVTensors:
             ]
         return cls(layers, shape, pages)
 
+    def by_head_groups(self, groups: int) -> KVTensors:
+        """The same memory for copies with `HostMemory` of so many head groups: K of each group, then V of each, in every layer."""
+        if groups == 1:
+            return self
+        with torch.inference_mode(False):
+            layers = [tuple(part for tensor in tensors for part in tensor.chunk(groups, 2)) for tensors in self._layers]
+        return KVTensors(layers, self.shape, self.pages)
+
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """(K, V), or (latent,) with a heads dimension of 1: each [pages, page_size, heads, head_dim], the tensors themselves."""
         return self._layers[layer]

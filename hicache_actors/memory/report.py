@@ -131,6 +131,7 @@ def sizing_report(
     config: Config,
     shape: KVShape,
     *,
+    layout: SlotLayout | None = None,
     device_pages: int | None = None,
     host: HostBudget | int | None = None,
     storage: StorageFacts | None = None,
@@ -139,9 +140,10 @@ def sizing_report(
 ) -> SizingReport:
     """``host``: the budget of a pool, or only its pages; None where it is not decided, as for ``device_pages``.
 
+    ``layout``: of the host slots, where more is known of it than the configuration says.
     ``storage``: None means none; see `storage_facts`.  ``ranks``: of this host, by default the budget's.
     """
-    layout = SlotLayout(shape, config.host.layout, config.host.header_bytes)
+    layout = layout or SlotLayout(shape, config.host.layout, config.host.header_bytes)
     budget = host if isinstance(host, HostBudget) else None
     host_pages = host.pages if isinstance(host, HostBudget) else host
     if ranks is None:
@@ -194,14 +196,13 @@ def storage_facts(
 
 
 def _slots(tier: str, layout: SlotLayout, pages: int) -> TierSize:
-    padding_bytes = layout.slot_bytes - layout.object_bytes
     return TierSize(
         tier,
         pages,
         pages * layout.shape.page_size,
         pages * layout.slot_bytes,
-        pages * layout.header_bytes,
-        pages * padding_bytes,
+        pages * layout.slot_header_bytes,
+        pages * layout.padding_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from hicache_actors.transfer.batch import Batch
 
 
 async def backup(movers: Movers, store: Store, start: StartBackup, job: OpenJob) -> None:
-    if not movers.writes:
+    if not store.keys.writes:
         job.result(len(start.source) // SLOT_BYTES)  # MIN takes the answer of the rank that does
         return
     begun_s = anyio.current_time()

@@ -102,10 +102,6 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
             cp_size=self.cp_size,
         )
 
-    def writes(self, *, replicated: bool) -> bool:
-        """Whether this rank stores its shard: where tensor ranks hold the same bytes (MLA), the first does for all of them."""
-        return not replicated or self.tp_rank == 0
-
     def endpoint(self) -> tuple[str, int]:
         """-> host, port.  Raises `ConfigError` if nothing names them."""
         address = self.address

@@ -215,13 +215,13 @@ class BackendContract:
         )
         hashes = Prompt(range(12)).page_hashes(4, 3)
         objects = room(3, HEADER_BYTES + 1000)
-        seal_many(objects, scheme.namespace_digest, hashes, scheme.chunk)
+        seal_many(objects, scheme.namespace_digest, hashes, scheme.chunks)
         keys = scheme.keys(hashes)
         await backend.write(keys, objects)
         back = room(3, HEADER_BYTES + 1000)
         assert await backend.exists(keys) == 3
         assert list(await backend.read(keys, back)) == [True] * 3
-        assert verify_many(back, scheme.namespace_digest, hashes, scheme.chunk) == [Verdict.OK] * 3
+        assert verify_many(back, scheme.namespace_digest, hashes, scheme.chunks) == [Verdict.OK] * 3
 
     # -- removal ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ _AXES: Final[dict[Order, tuple[int, ...]]] = {
     "page_first": (1, 2, 0, 3, 4),
     "page_head": (1, 3, 2, 0, 4),
     "layer_first": (0, 1, 2, 3, 4),
+    "page_unified": (0, 1, 2, 3, 4),
 }
 """Of a page stacked as layer, k, token, head, dim: which axis comes where."""
 

@@ -60,17 +60,17 @@ class DeviceTier(Actor):
         self, device: Device, kv: KVTensors, host: HostMemory, on_lost: Callable[[BaseException], None] | None = None
     ) -> None:
         super().__init__("device")
-        self.device, self.kv, self._host = device, kv, host
+        self.device, self._kv, self._host = device, kv.by_head_groups(host.layout.head_groups), host
         self._loads, self._write_backs = device.stream("load"), device.stream("write_back")
         self._bytes = {"load": 0, "write_back": 0}
         self._failed = 0
         self._on_lost = on_lost
 
     def load_plan(self, source: Slots, target: Slots) -> CopyPlan:
-        return CopyPlan(self._host, source, self.kv, target)
+        return CopyPlan(self._host, source, self._kv, target)
 
     def write_back_plan(self, source: Slots, target: Slots) -> CopyPlan:
-        return CopyPlan(self.kv, source, self._host, target)
+        return CopyPlan(self._kv, source, self._host, target)
 
     def usage(self) -> DeviceSnapshot:
         return DeviceSnapshot(

@@ -30,8 +30,8 @@ class HostTier(Actor):
         self._reserved = 0
 
     def objects(self, slots: Slots) -> list[memoryview]:
-        """Header and payload of each slot, writable; the caller holds the slots."""
-        return [self.memory.object(slot) for slot in unpack_slots(slots)]
+        """Header and payload of each object of each slot, writable; the caller holds the slots."""
+        return [object for slot in unpack_slots(slots) for object in self.memory.objects(slot)]
 
     def usage(self) -> HostSnapshot:
         layout = self.memory.layout

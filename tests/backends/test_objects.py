@@ -134,10 +134,10 @@ def test_batches_on_slots_of_one_mapping() -> None:
         slots = [view[i * slot_bytes : i * slot_bytes + HEADER_BYTES + 1000] for i in range(5)]
         for i, slot in enumerate(slots):
             slot[HEADER_BYTES:] = bytes([i]) * 1000
-        seal_many(slots, OURS, hashes, 7)
+        seal_many(slots, OURS, hashes, (7,))
         slots[3][HEADER_BYTES + 1] ^= 1
         clear(slots[1])
-        assert verify_many(slots, OURS, hashes, 7) == [
+        assert verify_many(slots, OURS, hashes, (7,)) == [
             Verdict.OK, Verdict.EMPTY, Verdict.OK, Verdict.CORRUPT, Verdict.OK,
         ]  # fmt: skip
         for slot in slots:

@@ -66,8 +66,6 @@ def test_one_group_spans_the_axes_of_one_replica() -> None:
     assert (group.size, group.rank, group.lag, group.leads) == (12, 7, 3, False)
     other = RankGroup(tp_rank=1, tp_size=2, dp_rank=1, dp_size=2, address="h:1")
     assert other.name != RankGroup(tp_rank=1, tp_size=2, dp_rank=0, dp_size=2, address="h:1").name
-    assert group.writes(replicated=False)
-    assert not group.writes(replicated=True), "the first tensor rank stores what all of them hold"
 
 
 @pytest.mark.parametrize(
