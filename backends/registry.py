@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP: Final = "hicache_actors.backends"
 _BUILT_IN: Final = {
     "memory": ("hicache_actors.backends.memory", "MemoryBackend"),
     "file": ("hicache_actors.backends.file", "FileBackend"),
+    "s3": ("hicache_actors.backends.s3", "S3Backend"),
     **dict.fromkeys(
         ("redis", "redis+unix", "valkey", "valkey+unix"), ("hicache_actors.backends.redis", "RedisBackend")
     ),

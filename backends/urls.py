@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -40,3 +41,15 @@ def parse_url(
         what = f"unknown option {unknown[0]!r}" if unknown else f"a fragment, '#{parts.fragment}'"
         raise ConfigError(FIELD, url, what, allowed=options or "no options", fix="remove it (or write %23 for a '#')")
     return StorageURL(parts.scheme, unquote(parts.netloc), unquote(parts.path), given)
+
+
+def number(url: str, name: str, text: str, *, whole: bool = False, least: float = 0) -> float:
+    """The number that an option of ``url`` gives; `ConfigError` if it is none, or less than ``least``."""
+    try:
+        value = float(int(text)) if whole else float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:  # also refuses nan
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(FIELD, url, f"{name}={text!r} is no such number", allowed=f"{kind}, {least:g} or more")
+    return value

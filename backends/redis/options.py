@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from hicache_actors.backends.urls import FIELD, parse_url
+from hicache_actors.backends.urls import FIELD, number, parse_url
 from hicache_actors.errors import ConfigError
 
 SCHEMES: Final = ("redis", "valkey", "redis+unix", "valkey+unix")
@@ -64,11 +63,11 @@ class RedisOptions(NamedTuple):
             path,
             unquote(parts.username or ""),
             unquote(parts.password or ""),
-            int(_number(shown, "db", db, whole=True)),
-            int(_number(shown, "connections", given.get("connections", "4"), whole=True, least=1)),
-            _number(shown, "timeout_s", given.get("timeout_s", "5"), least=0.001),
+            int(number(shown, "db", db, whole=True)),
+            int(number(shown, "connections", given.get("connections", "4"), whole=True, least=1)),
+            number(shown, "timeout_s", given.get("timeout_s", "5"), least=0.001),
             prefix,
-            int(_number(shown, "expire_s", given.get("expire_s", "0"), whole=True)),
+            int(number(shown, "expire_s", given.get("expire_s", "0"), whole=True)),
         )
 
 
@@ -79,14 +78,3 @@ def mask(url: str) -> str:
         return url
     address = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=f"{parts.username or ''}:***@{address}").geturl()
-
-
-def _number(url: str, name: str, text: str, *, whole: bool = False, least: float = 0) -> float:
-    try:
-        value = float(int(text)) if whole else float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value < math.inf:  # also refuses nan
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(FIELD, url, f"{name}={text!r} is no such number", allowed=f"{kind}, {least:g} or more")
-    return value

@@ -4,7 +4,8 @@
 installed by the extra that its error names; nothing here is needed to use the library against a server of your own.
 """
 
+from hicache_actors.testing.servers.seaweed import seaweed
 from hicache_actors.testing.servers.server import Server, free_port
 from hicache_actors.testing.servers.valkey import valkey
 
-__all__ = ["Server", "free_port", "valkey"]
+__all__ = ["Server", "free_port", "seaweed", "valkey"]

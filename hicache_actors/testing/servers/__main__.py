@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hicache_actors.errors import MissingExtraError
+from hicache_actors.testing.servers.seaweed import KEYS, seaweed
 from hicache_actors.testing.servers.server import Server
 from hicache_actors.testing.servers.valkey import valkey
 
+_SECRETS = " ".join(f"{name}={value}" for name, value in KEYS.items())
 SERVERS: Mapping[str, tuple[Callable[[Path], Server], str]] = {
+    "seaweed": (seaweed, f"SeaweedFS with its S3 gateway; clients need {_SECRETS}"),
     "valkey": (valkey, "Valkey, in memory, at most 1 GiB, evicts the least recently used"),
 }
 

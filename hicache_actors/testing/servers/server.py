@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -101,10 +102,23 @@ class Server:
 
 def free_port() -> int:
     """Of loopback; taken by nobody a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(n: int, *, also: int = 0) -> list[int]:
+    """``n`` of them; ``also``: that much above each is another one that is free."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < n:
+            try:
+                probe = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+                port: int = probe.getsockname()[1]
+                if also:
+                    held.enter_context(socket.create_server(("127.0.0.1", port + also)))
+            except (OSError, OverflowError):
+                continue
+            found.append(port)
+    return found
 
 
 def listens(port: int) -> bool:
