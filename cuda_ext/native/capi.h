@@ -43,5 +43,6 @@ HIC_API const char *hic_last_error(void);
 #include "capi/copy.h"
 #include "capi/digest.h"
 #include "capi/files.h"
+#include "capi/driver.h"
 
 #endif

@@ -176,6 +176,38 @@ class FileWrites(ctypes.Structure):
     )
 
 
+class CudaFacts(ctypes.Structure):
+    """hic_cuda_facts: a GPU, and what has been done with it."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 128),
+        ("pci", ctypes.c_char * 32),
+        ("ordinal", ctypes.c_int32),
+        ("driver_version", ctypes.c_int32),
+        ("major", ctypes.c_int32),
+        ("minor", ctypes.c_int32),
+        ("batch_version", ctypes.c_int32),
+        ("multiprocessors", ctypes.c_int32),
+        ("has_kernel", ctypes.c_int32),
+        ("host_address_same", ctypes.c_int32),
+        ("registered_bytes", ctypes.c_uint64),
+        ("batch_calls", ctypes.c_uint64),
+        ("single_calls", ctypes.c_uint64),
+        ("launches", ctypes.c_uint64),
+    )
+
+
+class CudaHow(ctypes.Structure):
+    """hic_cuda_how: by which engine a copy goes, and in which direction."""
+
+    _fields_ = (
+        ("engine", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+        ("blocks", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+    )
+
+
 STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_size": Size,
     "hic_done": Done,
@@ -192,5 +224,7 @@ STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_plan": Plan,
     "hic_run": Run,
     "hic_stores": Stores,
+    "hic_cuda_facts": CudaFacts,
+    "hic_cuda_how": CudaHow,
 }
 """Every struct that crosses the ABI, by its name in C."""

@@ -24,6 +24,8 @@ const hic_size sizes[] = {
     HIC_SIZE(hic_plan),
     HIC_SIZE(hic_run),
     HIC_SIZE(hic_stores),
+    HIC_SIZE(hic_cuda_facts),
+    HIC_SIZE(hic_cuda_how),
 };
 
 }  // namespace
