@@ -31,19 +31,20 @@ class FileOptions(NamedTuple):
         if parts.path.strip("/") == "":
             raise ConfigError(FIELD, url, "names no folder", allowed="file:///absolute/path")
         given = parts.options
-        max_bytes = _gigabytes(url, "max_gb", given["max_gb"]) if "max_gb" in given else None
+        max_bytes = gigabytes(url, "max_gb", given["max_gb"]) if "max_gb" in given else None
         if max_bytes == 0:
             raise ConfigError(
                 FIELD, url, "max_gb=0 leaves no room", allowed="more than 0", fix="leave it out for no cap"
             )
         return cls(
             os.path.normpath(parts.path),
-            Limits(max_bytes, _gigabytes(url, "min_free_gb", given.get("min_free_gb", "0"))),
+            Limits(max_bytes, gigabytes(url, "min_free_gb", given.get("min_free_gb", "0"))),
             _ttl_s(url, given.get("metadata_ttl_s", "0")),
         )
 
 
-def _gigabytes(url: str, name: str, text: str) -> int:
+def gigabytes(url: str, name: str, text: str) -> int:
+    """An option of a URL, in bytes.  Raises `ConfigError`."""
     return round(_number(url, name, text, "gigabytes of 1e9 bytes, 0 or more, e.g. 200 or 0.5") * GB)
 
 

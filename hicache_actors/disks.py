@@ -64,9 +64,9 @@ def disk_of(folder: str | os.PathLike[str]) -> Disk:
 
 
 def folder_of_url(url: str) -> Path | None:
-    """The folder of a ``file://`` URL; None for any other."""
+    """The folder of a ``file://`` or ``sglang-file://`` URL; None for any other."""
     parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and parts.path else None
+    return Path(unquote(parts.path)) if parts.scheme in ("file", "sglang-file") and parts.path else None
 
 
 def probe_disk(folder: str | os.PathLike[str], *, n_bytes: int = PROBE_BYTES, timeout_s: float = 10.0) -> Probe:

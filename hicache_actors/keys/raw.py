@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from msgspec.structs import replace
+
 from hicache_actors.errors import ConfigError
 from hicache_actors.keys.namespace import SINGLE_RANK, Namespace, Rank
 from hicache_actors.keys.scheme import MAX_KEY_CHARACTERS
@@ -31,6 +33,7 @@ class RawKeys:
         self.namespace, self.rank = namespace, rank
         self.namespace_digest = namespace.digest  # of no object; for words only
         self.chunks = (0,)
+        self.tells_weights = False
         self.writes = not namespace.replicated or rank.tp_rank == 0
         self.model = namespace.model_id.replace("/", "-")
         self.suffix = f"_{self.model}"
@@ -53,11 +56,7 @@ class RawKeys:
         return [page_hash.hex() + suffix for page_hash in page_hashes]
 
     def with_weights(self, weights: str) -> RawKeys:
-        raise ConfigError(
-            "storage.keys", "raw", "raw names do not tell weights apart, so old pages cannot be made invisible",
-            allowed="'suffix', 'unified' where weights change",
-            fix="detach the store, clear it, and attach it again",
-        )  # fmt: skip
+        return RawKeys(replace(self.namespace, weights=weights), self.rank)
 
     def shared_with(self) -> str:
         return (

@@ -36,6 +36,10 @@ class KeyScheme(Protocol):
     def writes(self) -> bool:
         """Whether this rank stores what it holds: of ranks that hold the same bytes, one does."""
 
+    @property
+    def tells_weights(self) -> bool:
+        """Whether pages of other weights have other names."""
+
     def keys(self, page_hashes: Iterable[bytes]) -> list[str]:
         """One name for each chunk of each page, page after page."""
 
@@ -55,6 +59,7 @@ class SuffixKeys:
     def __init__(self, namespace: Namespace, rank: Rank = SINGLE_RANK) -> None:
         self.namespace, self.rank = namespace, rank
         self.namespace_digest = namespace.digest
+        self.tells_weights = True
         tp_rank, tp_size = (0, 1) if namespace.replicated else (rank.tp_rank, rank.tp_size)
         across = rank.cp_rank * tp_size + tp_rank  # context ranks hold other bytes, also where tensor ranks do not
         # The rank again, so that a misnamed object is found out.
