@@ -203,6 +203,7 @@ class CudaHow(ctypes.Structure):
     _fields_ = (
         ("engine", ctypes.c_int32),
         ("to_host", ctypes.c_int32),
+        ("notice", ctypes.c_int32),
         ("blocks", ctypes.c_uint32),
         ("lanes", ctypes.c_uint32),
     )

@@ -19,9 +19,9 @@ enum hic_cuda_engine {
   HIC_ENGINE_STAGED = 3, /* the SMs gather whole pages in a buffer on the GPU, copy engines take them to the host */
 };
 
-enum hic_cuda_notifier {
-  HIC_NOTIFY_HOST_FUNCTION = 1, /* on a side stream, behind the mark's event */
-  HIC_NOTIFY_POLL = 2,          /* a native thread asks the events; less latency, some CPU while copies run */
+enum hic_cuda_notice {
+  HIC_NOTICE_HOST_FUNCTION = 1, /* on a side stream, behind the mark's event: a copy stream never waits for it */
+  HIC_NOTICE_POLL = 2,          /* a native thread asks the marks, every 50 us while any is open */
 };
 
 struct hic_cuda;
@@ -42,13 +42,14 @@ struct hic_cuda_facts {
 struct hic_cuda_how {
   int32_t engine;      /* hic_cuda_engine */
   int32_t to_host;     /* 1: device to host */
+  int32_t notice;      /* hic_cuda_notice: who ends the event */
   uint32_t blocks;     /* of the kernel; 0: 2 */
   uint32_t lanes;      /* threads that copy one run; 0: by its length */
 };
 
 /* `path`: libcuda.so.1 if "".  Retains the primary context, which is torch's. */
-HIC_API int hic_cuda_open(const char *path, int32_t ordinal, int32_t notifier, struct hic_cuda **device);
-/* Ends the notifier and gives everything back.  HIC_TIMEOUT while a stream is open: then nothing is given back. */
+HIC_API int hic_cuda_open(const char *path, int32_t ordinal, struct hic_cuda **device);
+/* Ends the native thread and gives everything back.  HIC_TIMEOUT while a stream is open: then nothing is given back. */
 HIC_API int hic_cuda_close(struct hic_cuda *device);
 HIC_API int hic_cuda_facts_of(struct hic_cuda *device, struct hic_cuda_facts *facts);
 /* A cubin or fatbin of include/copy.h. */

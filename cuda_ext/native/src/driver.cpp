@@ -18,7 +18,7 @@ using hic::cuda::SUCCESS;
 namespace {
 
 constexpr auto WATCH = std::chrono::seconds(1);             // how often a dead context is looked for
-constexpr auto SPIN = std::chrono::microseconds(20);        // of the polling notifier, after the last end
+constexpr auto SPIN = std::chrono::microseconds(20);        // between asking and asking, after the last end
 constexpr auto NAP = std::chrono::microseconds(50);
 
 // Under the mutex.  Gives the event back to the pool with the last holder.
@@ -31,7 +31,9 @@ void let_go(hic_cuda* device, hic_cuda_mark* mark) {
 // Under the mutex.  The first to tell of an end is believed.
 void end(hic_cuda_mark* mark, int code) {
   int open = 1;
-  if (mark->code.compare_exchange_strong(open, code) && mark->tells) mark->tells->finish(mark->generation, code);
+  if (!mark->code.compare_exchange_strong(open, code)) return;
+  if (mark->polled) --mark->device->polled;
+  if (mark->tells) mark->tells->finish(mark->generation, code);
 }
 
 // On a thread of the driver: it may take the mutex, for that is never held across a call of the driver, and nothing else.
@@ -81,22 +83,23 @@ bool sweep(hic_cuda* device, bool ask) {
 
 void watch(hic_cuda* device) {
   auto last_end = std::chrono::steady_clock::now();
+  const auto open = [device] {
+    return std::any_of(device->streams.begin(), device->streams.end(), [](auto* stream) { return !stream->open.empty(); });
+  };
   for (;;) {
+    bool poll = false;
     {
       std::unique_lock<std::mutex> hold(device->mutex);
-      const auto idle = [device] {
-        return std::all_of(device->streams.begin(), device->streams.end(), [](auto* stream) { return stream->open.empty(); });
-      };
-      device->work.wait(hold, [&] { return device->stopping || !idle(); });
+      device->work.wait(hold, [&] { return device->stopping || open(); });
+      if (device->polled == 0) device->work.wait_for(hold, WATCH, [&] { return device->stopping || device->polled != 0; });
       if (device->stopping) return;
-      if (device->notifier == HIC_NOTIFY_HOST_FUNCTION) device->work.wait_for(hold, WATCH, [&] { return device->stopping; });
-      if (device->stopping) return;
+      poll = device->polled != 0;
     }
-    const bool moved = sweep(device, true);
-    if (device->notifier == HIC_NOTIFY_HOST_FUNCTION) continue;
+    bool moved = false;
+    while (sweep(device, true)) moved = true;
     const auto now = std::chrono::steady_clock::now();
     if (moved) last_end = now;
-    if (now - last_end > SPIN) std::this_thread::sleep_for(NAP);
+    if (poll && now - last_end > SPIN) std::this_thread::sleep_for(NAP);
   }
 }
 
@@ -114,7 +117,7 @@ int new_event(hic_cuda* device, Handle* event) {
 }
 
 // Entered.  Mark the end of what the stream has been given; *out holds one reference.
-int mark_end(hic_cuda_stream* stream, hic_event* event, uint64_t generation, hic_cuda_mark** out) {
+int mark_end(hic_cuda_stream* stream, int32_t notice, hic_event* event, uint64_t generation, hic_cuda_mark** out) {
   hic_cuda* device = stream->device;
   auto mark = std::make_unique<hic_cuda_mark>();
   mark->device = device;
@@ -122,7 +125,8 @@ int mark_end(hic_cuda_stream* stream, hic_event* event, uint64_t generation, hic
   mark->generation = generation;
   int code = new_event(device, &mark->event);
   if (code != HIC_OK) return code;
-  const bool by_host_function = event != nullptr && device->notifier == HIC_NOTIFY_HOST_FUNCTION;
+  const bool by_host_function = event != nullptr && notice == HIC_NOTICE_HOST_FUNCTION;
+  mark->polled = event != nullptr && !by_host_function;
   const auto record = [&]() -> int {
     HIC_TRY(device, cuEventRecord, (mark->event, stream->handle));
     if (by_host_function) HIC_TRY(device, cuStreamWaitEvent, (device->side, mark->event, 0));
@@ -139,6 +143,7 @@ int mark_end(hic_cuda_stream* stream, hic_event* event, uint64_t generation, hic
   {
     const std::lock_guard<std::mutex> hold(device->mutex);
     stream->open.push_back(kept);
+    if (kept->polled) ++device->polled;
     if (device->lost.load() != 0) end(kept, HIC_CUDA_LOST);  // lost meanwhile, by another thread
   }
   device->work.notify_all();
@@ -201,12 +206,10 @@ void lose(hic_cuda* device, const char* text) {
 
 }  // namespace hic::cuda
 
-int hic_cuda_open(const char* path, int32_t ordinal, int32_t notifier, hic_cuda** out) {
-  if (notifier != HIC_NOTIFY_HOST_FUNCTION && notifier != HIC_NOTIFY_POLL) return fail(HIC_INVALID, "notifier %d", notifier);
+int hic_cuda_open(const char* path, int32_t ordinal, hic_cuda** out) {
   auto device = std::make_unique<hic_cuda>();
   hic_cuda* d = device.get();
   d->ordinal = ordinal;
-  d->notifier = notifier;
   const int code = d->api.open(path);
   if (code != HIC_OK) return code;
   HIC_TRY(d, cuDeviceGet, (&d->id, ordinal));
@@ -234,7 +237,8 @@ int hic_cuda_open(const char* path, int32_t ordinal, int32_t notifier, hic_cuda*
 }
 
 int hic_cuda_close(hic_cuda* device) {
-  sweep(device, device->lost.load() == 0);
+  while (sweep(device, device->lost.load() == 0)) {
+  }
   {
     const std::lock_guard<std::mutex> hold(device->mutex);
     if (!device->streams.empty()) return fail(HIC_TIMEOUT, "%zu streams are open", device->streams.size());
@@ -272,7 +276,8 @@ int hic_cuda_stream_open(hic_cuda* device, int32_t urgent, hic_cuda_stream** out
 
 int hic_cuda_stream_close(hic_cuda_stream* stream) {
   hic_cuda* device = stream->device;
-  sweep(device, device->lost.load() == 0);
+  while (sweep(device, device->lost.load() == 0)) {
+  }
   {
     const std::lock_guard<std::mutex> hold(device->mutex);
     while (!stream->open.empty() && stream->open.front()->code.load() != 1) {
@@ -296,7 +301,7 @@ int hic_cuda_submit(hic_cuda_stream* stream, const hic_plan* plans, uint32_t cou
   const Entered entered(stream->device);
   int code = entered.code;
   for (uint32_t i = 0; i < count && code == HIC_OK; ++i) code = hic::cuda::copy(stream, plans[i], *how);
-  return code == HIC_OK ? mark_end(stream, event, generation, mark) : code;
+  return code == HIC_OK ? mark_end(stream, how->notice, event, generation, mark) : code;
 }
 
 int hic_cuda_order(hic_cuda_stream* stream, hic_cuda_mark* mark) {

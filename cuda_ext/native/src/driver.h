@@ -18,6 +18,7 @@ struct hic_cuda_mark {
   hic::cuda::Handle event = nullptr;
   hic::EventHold tells;          // or none
   uint64_t generation = 0;
+  bool polled = false;
   std::atomic<int> code{1};      // 1: open; then 0 or HIC_CUDA_LOST, once and for all
   std::atomic<int> holders{0};   // the caller, the stream's list, a host function that is to come
 };
@@ -35,7 +36,7 @@ struct hic_cuda {
   hic::cuda::Device id = 0;
   hic::cuda::Handle context = nullptr, side = nullptr, module = nullptr, few = nullptr, many = nullptr;
   bool retained = false;
-  int32_t ordinal = 0, notifier = 0, priority_low = 0, priority_high = 0;
+  int32_t ordinal = 0, priority_low = 0, priority_high = 0;
   std::atomic<int> batch_works{1};
   std::atomic<int> address_same{1};
   std::atomic<uint64_t> batch_calls{0}, single_calls{0}, launches{0}, registered_bytes{0};
@@ -44,12 +45,13 @@ struct hic_cuda {
 
   // Never held across a call of the driver: host functions take it.
   std::mutex mutex;
-  std::condition_variable work;              // for the notifier's thread
+  std::condition_variable work;              // for the thread
   std::vector<hic_cuda_stream*> streams;
   std::vector<hic::cuda::Handle> free_events;
   std::map<uint64_t, uint64_t> registered;   // begin -> end
+  uint32_t polled = 0;                       // open marks that nothing but asking tells of
   bool stopping = false;
-  std::thread watcher;
+  std::thread watcher;                       // asks marks, and looks after those that it need not ask
 };
 
 namespace hic::cuda {
