@@ -20,12 +20,14 @@ from hicache_actors.core.words import Effect, Wake
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, PeerError, TransferError
-from hicache_actors.memory.budget import host_budget
+from hicache_actors.key_choice import layout_of
+from hicache_actors.keys.namespace import SINGLE_RANK
+from hicache_actors.memory.budget import host_budget, host_memory_scope
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
-from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape
+from hicache_actors.memory.staging import take_staging
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.rank_facts import check_ranks, facts_of
@@ -88,7 +90,6 @@ class Parts:
             deadlines=config.deadlines,
             storage_config=config.storage,
             page_size=config.page_size,
-            writes=group is None or group.writes(replicated=kv.shape.kv == 1),
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)
@@ -124,6 +125,7 @@ class Parts:
             self.link.close()
         self.core.close()
         self.memory.close(keep_mapped=bool(left))
+        self.storage_tier.unmap(keep_mapped=bool(left))
         if left:
             self.log.error("closed_with_work_left", left=left, memory="kept mapped until the process ends")
 
@@ -259,27 +261,31 @@ def plan(
     tensors = kv if kv is not None else _own_tensors(config)
     _check_kv(config, tensors)
     disabled = why_disabled(config)
-    layout = SlotLayout(tensors.shape, config.host.layout, config.host.header_bytes)
+    layout = layout_of(config, tensors.shape, SINGLE_RANK if group is None else group.key_rank)
     if disabled is not None:
-        report = sizing_report(config, tensors.shape, device_pages=tensors.pages)
+        report = sizing_report(config, tensors.shape, layout=layout, device_pages=tensors.pages)
         memory, chosen = HostMemory(layout, 1), device or open_device(str(tensors.device))
         return Plan(config, tensors, memory, chosen, None, slots, driver, report, disabled)
     store = config.storage.url if backend is None else backend
     source = None if store is None else source_of(config, tensors.shape, store, group)  # refused before memory is taken
-    budget = host_budget(
-        layout,
-        tensors.pages,
-        pages=config.host.pages,
-        size_gb=config.host.size_gb,
-        ratio=config.host.ratio,
-        reserve_gb=config.host.reserve_gb,
-        storage=source is not None,
-    )
+    with host_memory_scope():
+        budget = host_budget(
+            layout,
+            tensors.pages,
+            pages=config.host.pages,
+            size_gb=config.host.size_gb,
+            ratio=config.host.ratio,
+            reserve_gb=config.host.reserve_gb,
+            storage=source is not None,
+        )
+        staging = take_staging(layout, budget.pages, config.storage, reserve_gb=config.host.reserve_gb)
     report = sizing_report(
         config,
         tensors.shape,
+        layout=layout,
         device_pages=tensors.pages,
         host=budget,
+        staging=staging,
         storage=storage_facts(config.storage.url, ranks=budget.ranks, replicated=tensors.shape.kv == 1),
         ranks=budget.ranks,
     )

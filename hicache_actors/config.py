@@ -139,8 +139,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: HostLayout = "page_first_direct"
     """Order of the bytes in a slot.  'page_first_direct': K or V, layer, token, head.  'page_first': K or V, token,
-    layer, head, byte-equal to SGLang's flat page.  'page_unified': group of heads, layer, K or V, token, head, for unified
-    keys.  Default: 'page_first_direct'."""
+    layer, head, byte-equal to SGLang's flat page.  'page_head': K or V, head, token, layer; not for MLA.  'page_unified':
+    group of heads, layer, K or V, token, head, for unified keys.  'layer_first': each layer in one run over all slots; with
+    storage, pages are copied once more, through staging slots beside the pool.  Default: 'page_first_direct'."""
 
     header_bytes: int = 4096
     """Room for an object header before each page, so that header and page are stored in one run.  0: no header, for raw

@@ -21,6 +21,7 @@ from hicache_actors.memory.budget import host_budget, host_memory_scope, take_ho
 from hicache_actors.memory.limits import MemoryLimit
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape, format_bytes
+from hicache_actors.memory.staging import take_staging
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.surroundings import Finding, Section, device, disk, environment, memory, note, packages
 
@@ -197,10 +198,11 @@ def _size(
                 ),
             )
         kv_shape = KVShape(shape.layers, shape.kv, shape.heads, shape.head_dim, shape.dtype, config.page_size)
-        budget = None
+        budget = staging = None
         if config.device.pages is not None or host.pages is not None or host.size_gb is not None:
+            layout = layout_of(config, kv_shape)
             budget = host_budget(
-                layout_of(config, kv_shape),
+                layout,
                 config.device.pages or 0,
                 pages=host.pages,
                 size_gb=host.size_gb,
@@ -208,12 +210,14 @@ def _size(
                 reserve_gb=host.reserve_gb,
                 storage=config.storage.url is not None,
             )
+            staging = take_staging(layout, budget.pages, config.storage, reserve_gb=host.reserve_gb)
         report = sizing_report(
             config,
             kv_shape,
             layout=layout_of(config, kv_shape),
             device_pages=config.device.pages,
             host=budget,
+            staging=staging,
             storage=storage_facts(
                 config.storage.url, ranks=account.ranks, replicated=shape.kv == 1, read_bytes_s=read_bytes_s
             ),

@@ -18,11 +18,12 @@ from hicache_actors.config import LAYOUTS, Config
 from hicache_actors.errors import ConfigError
 from hicache_actors.key_choice import layout_of
 from hicache_actors.keys.namespace import Rank
-from hicache_actors.memory.budget import HostBudget, host_budget, host_pages
+from hicache_actors.memory.budget import HostBudget, host_budget, host_memory_scope, host_pages
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
 from hicache_actors.memory.report import SizingReport, sizing_report
 from hicache_actors.memory.shapes import KVShape
+from hicache_actors.memory.staging import StagingSize, staging_size, take_staging
 from hicache_actors.memory.traps import StorageFacts, Trap
 from hicache_actors.modelfile import ModelShape, dtype_name, read_model
 
@@ -118,12 +119,14 @@ def make_plan(
     device_pages = config.device.pages if device_gb is None else _device_pages(device_gb, shape)
     storage = _storage(config, disk_gb, disk_read_gb_s, 1 if model.mla else ranks)
     layout = layout_of(config, shape, Rank(tp_size=tp))
+    host, staging = _host(config, layout, device_pages, memory_gb, ranks, storage=storage is not None)
     report = sizing_report(
         config,
         shape,
         layout=layout,
         device_pages=device_pages,
-        host=_host(config, layout, device_pages, memory_gb, ranks, storage=storage is not None),
+        host=host,
+        staging=staging,
         storage=storage,
         ranks=ranks,
         prefill_tokens_per_s=prefill_tokens_per_s,
@@ -310,27 +313,27 @@ def _device_pages(device_gb: float, shape: KVShape) -> int:
 
 def _host(
     config: Config, layout: SlotLayout, device_pages: int | None, memory_gb: float | None, ranks: int, *, storage: bool
-) -> HostBudget | int | None:
+) -> tuple[HostBudget | int | None, StagingSize | None]:
     host = config.host
     if device_pages is None and host.size_gb is None and host.pages is None:
-        return None
+        return None, None
     if memory_gb is None:
         pages, _ = host_pages(
             layout, device_pages or 0, pages=host.pages, size_gb=host.size_gb, ratio=host.ratio, storage=storage
         )
-        return pages
+        return pages, staging_size(layout, pages, config.storage)
     n_bytes = int(memory_gb * 1e9)
-    return host_budget(
-        layout,
-        device_pages or 0,
-        pages=host.pages,
-        size_gb=host.size_gb,
-        ratio=host.ratio,
-        reserve_gb=host.reserve_gb,
-        storage=storage,
-        ranks=ranks,
-        limit=MemoryLimit(n_bytes, n_bytes),
-    )
+    with host_memory_scope(MemoryLimit(n_bytes, n_bytes), ranks=ranks):
+        budget = host_budget(
+            layout,
+            device_pages or 0,
+            pages=host.pages,
+            size_gb=host.size_gb,
+            ratio=host.ratio,
+            reserve_gb=host.reserve_gb,
+            storage=storage,
+        )
+        return budget, take_staging(layout, budget.pages, config.storage, reserve_gb=host.reserve_gb)
 
 
 def _storage(config: Config, disk_gb: float | None, read_gb_s: float | None, owners: int) -> StorageFacts | None:

@@ -20,8 +20,8 @@ from hicache_actors.backends.registry import open_backend
 from hicache_actors.config import Config
 from hicache_actors.core import Core
 from hicache_actors.errors import BackendError
-from hicache_actors.keys.namespace import SINGLE_RANK, Namespace
-from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.key_choice import keys_of
+from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.tiers.storage import Source, StorageTier, Store, StoreThreads
@@ -38,22 +38,7 @@ def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankG
     limits = msgspec.structs.replace(config.storage, url=url)
     config = msgspec.structs.replace(config, storage=limits)
     config.check_storage()
-    replicated = shape.kv == 1
-    heads = shape.heads if replicated or group is None else shape.heads * group.tp_size
-    keys = SuffixKeys(
-        Namespace(
-            model_id=config.model.model_id or "",
-            weights=config.model.weights or "",
-            dtype=shape.dtype,
-            page_size=shape.page_size,
-            layout=config.host.layout,
-            total_kv_heads=config.model.total_kv_heads or heads,
-            head_group=shape.heads,
-            layer_partition=shape.layers,
-            replicated=replicated,
-        ),
-        SINGLE_RANK if group is None else group.key_rank,
-    )
+    keys = keys_of(config, shape, SINGLE_RANK if group is None else group.key_rank)
     hung = limits.max_hung_calls
     threads = StoreThreads(
         {

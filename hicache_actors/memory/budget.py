@@ -5,7 +5,7 @@ computes its share alone.  Pools that are made together are checked against one 
 
     with host_memory_scope(ranks=8):
         kv = host_budget(layout, device_pages, size_gb=150)
-        take_host_memory("staging", 2 * 2**30)  # raises if both together are too much
+        take_host_memory("side pool", 2 * 2**30)  # raises if both together are too much
 
 Without a scope, each call takes a reading of its own, and memory that was mapped but not yet touched is not seen by it.
 """

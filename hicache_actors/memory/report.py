@@ -15,6 +15,7 @@ from hicache_actors.errors import BackendError
 from hicache_actors.memory.budget import HostBudget
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape, format_bytes
+from hicache_actors.memory.staging import StagingSize
 from hicache_actors.memory.traps import Sizes, StorageFacts, Trap, find_traps
 
 
@@ -74,6 +75,9 @@ class SizingReport(msgspec.Struct, frozen=True, kw_only=True):
     host: HostBudget | None
     """None where no machine has been asked."""
 
+    staging: StagingSize | None
+    """None where pages are objects in their slots."""
+
     storage: StorageFacts | None
     break_even: BreakEven
     traps: tuple[Trap, ...]
@@ -87,6 +91,8 @@ class SizingReport(msgspec.Struct, frozen=True, kw_only=True):
         shape = self.layout.shape
         words = [f"KV        {shape.describe()}", f"slot      {_describe_slot(self.layout)}"]
         words += [tier.describe() for tier in self.tiers]
+        if self.staging is not None:
+            words.append(f"staging   {self.staging.describe()}")
         if self.storage is not None and not any(tier.tier == "storage" for tier in self.tiers):
             words.append(f"storage   {self.storage.where}, size unknown")
         if self.host is not None:
@@ -109,11 +115,12 @@ class SizingReport(msgspec.Struct, frozen=True, kw_only=True):
             "token_bytes": shape.token_bytes,
             "page_tokens": shape.page_size,
             "page_bytes": layout.payload_bytes,
-            "header_bytes": layout.header_bytes,
-            "padding_bytes": layout.slot_bytes - layout.object_bytes,
+            "header_bytes": layout.slot_header_bytes,
+            "padding_bytes": layout.padding_bytes,
             "slot_bytes": layout.slot_bytes,
             "ranks": self.ranks,
             "tiers": tiers,
+            "staging": None if self.staging is None else self.staging.to_dict(),
             "memory": None if self.host is None else msgspec.to_builtins(self.host),
             "storage": None if self.storage is None else msgspec.to_builtins(self.storage),
             "break_even": {
@@ -134,14 +141,15 @@ def sizing_report(
     layout: SlotLayout | None = None,
     device_pages: int | None = None,
     host: HostBudget | int | None = None,
+    staging: StagingSize | None = None,
     storage: StorageFacts | None = None,
     ranks: int | None = None,
     prefill_tokens_per_s: float | None = None,
 ) -> SizingReport:
     """``host``: the budget of a pool, or only its pages; None where it is not decided, as for ``device_pages``.
 
-    ``layout``: of the host slots, where more is known of it than the configuration says.
-    ``storage``: None means none; see `storage_facts`.  ``ranks``: of this host, by default the budget's.
+    ``layout``: of the host slots, where more is known of it than the configuration says.  ``staging``: what `take_staging` has
+    booked beside them.  ``storage``: None means none; see `storage_facts`.  ``ranks``: of this host, by default the budget's.
     """
     layout = layout or SlotLayout(shape, config.host.layout, config.host.header_bytes)
     budget = host if isinstance(host, HostBudget) else None
@@ -156,7 +164,8 @@ def sizing_report(
         tiers.append(_slots("host", layout, host_pages))
     if storage is not None and storage.free_bytes is not None:
         # Files take whole blocks, so an object takes as much as a slot.
-        tiers.append(_slots("storage", layout, storage.free_bytes // storage.ranks // layout.slot_bytes))
+        objects = layout.object_layout
+        tiers.append(_slots("storage", objects, storage.free_bytes // storage.ranks // objects.slot_bytes))
     sizes = Sizes(
         layout=layout,
         device_pages=device_pages,
@@ -170,6 +179,7 @@ def sizing_report(
         tiers=tuple(tiers),
         ranks=ranks,
         host=budget,
+        staging=staging,
         storage=storage,
         break_even=BreakEven(float(shape.token_bytes), layout.object_bytes / shape.page_size, prefill_tokens_per_s),
         traps=find_traps(config, sizes),
@@ -207,8 +217,13 @@ def _slots(tier: str, layout: SlotLayout, pages: int) -> TierSize:
 
 
 def _describe_slot(layout: SlotLayout) -> str:
-    padding_bytes = layout.slot_bytes - layout.object_bytes
+    objects = layout.object_layout
+    host, storage = ("", "host and storage") if layout.in_place else (_describe_row(layout), "storage")
     return (
-        f"{layout.slot_bytes:,} bytes on host and storage: {layout.header_bytes:,} header, {layout.payload_bytes:,} KV, "
-        f"{padding_bytes:,} padding ({layout.order})"
+        f"{host}{objects.slot_bytes:,} bytes on {storage}: {objects.slot_header_bytes:,} header, {objects.payload_bytes:,} KV, "
+        f"{objects.padding_bytes:,} padding ({objects.order})"
     )
+
+
+def _describe_row(layout: SlotLayout) -> str:
+    return f"{layout.slot_bytes:,} bytes on host, not in one run ({layout.order}); "

@@ -49,11 +49,8 @@ class StagingSize(msgspec.Struct, frozen=True):
 
 
 def staging_size(layout: SlotLayout, host_pages: int, storage: StorageConfig) -> StagingSize | None:
-    """None if pages are objects in their slots, or if slots are raw, so that no store can be attached.
-
-    It does not ask whether there is a store: one may be attached at any time.
-    """
-    if layout.in_place or not layout.header_bytes:
+    """None if pages are objects in their slots.  It does not ask whether there is a store: one may be attached at any time."""
+    if layout.in_place:
         return None
     batch = batch_pages(layout.payload_bytes)
     return StagingSize(

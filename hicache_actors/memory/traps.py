@@ -81,13 +81,15 @@ def _page_traps(config: Config, sizes: Sizes) -> Iterator[Trap]:
             "are computed again",
             f"set page_size to {LARGE_PAGE_TOKENS} or less",
         )
-    extra_bytes = layout.slot_bytes - layout.payload_bytes
-    if extra_bytes > OVERHEAD_SHARE * layout.slot_bytes:
+    objects = layout.object_layout
+    extra_bytes = objects.slot_bytes - objects.payload_bytes
+    if extra_bytes > OVERHEAD_SHARE * objects.slot_bytes and (layout.in_place or sizes.storage is not None):
+        where = "each host slot and stored object" if layout.in_place else "each stored object"
         yield Trap(
             "slot_overhead",
             "problem",
             "page_size",
-            f"header and padding take {extra_bytes / layout.slot_bytes:.0%} of each host slot and stored object",
+            f"header and padding take {extra_bytes / objects.slot_bytes:.0%} of {where}",
             "raise page_size",
         )
     if layout.header_bytes == 0:
@@ -149,6 +151,15 @@ def _fetch_traps(config: Config, sizes: Sizes) -> Iterator[Trap]:
 
 
 def _store_traps(config: Config, sizes: Sizes, storage: StorageFacts) -> Iterator[Trap]:
+    if not sizes.layout.in_place:
+        yield Trap(
+            "storage_staged",
+            "note",
+            "host.layout",
+            f"{sizes.layout.order} keeps no page in one run, so each page that is read from storage or written to it is copied "
+            "once more, through staging slots",
+            "use page_first_direct, unless the engine's copies need runs over many pages of a layer",
+        )
     if storage.filesystem in MEMORY_FILESYSTEMS:
         yield Trap(
             "storage_on_tmpfs",

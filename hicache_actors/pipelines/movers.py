@@ -33,9 +33,7 @@ class Movers:
         deadlines: Deadlines,
         storage_config: StorageConfig,
         page_size: int,
-        writes: bool = True,
     ) -> None:
-        self.writes = writes  #: False: another rank stores the same bytes
         self.device, self.host, self.storage = device, host, storage
         self.deadlines, self.page_size = deadlines, page_size
         self._workers, self._storage_config = workers, storage_config

@@ -15,7 +15,7 @@ import msgspec
 from hicache_actors.api import HiCache
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
-from hicache_actors.config import Config, Deadlines, HostConfig, ModelFacts, StorageConfig
+from hicache_actors.config import Config, Deadlines, HostConfig, HostLayout, ModelFacts, StorageConfig
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.cuda_ext.controls import ControlledDevice
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
@@ -52,6 +52,7 @@ class Small(msgspec.Struct):
 def small_config(
     *,
     host_pages: int = 32,
+    layout: HostLayout = "page_first_direct",
     url: str | None = None,
     deadlines: Deadlines | None = None,
     close_timeout_s: float = 2.0,
@@ -60,7 +61,7 @@ def small_config(
     """Pages of 4 tokens, and a prefetch threshold of one page."""
     return Config(
         page_size=PAGE_SIZE,
-        host=HostConfig(pages=host_pages),
+        host=HostConfig(pages=host_pages, layout=layout),
         model=ModelFacts(model_id="toy", weights="v1"),
         storage=StorageConfig(url=url, prefetch_threshold_tokens=PAGE_SIZE, **storage),
         deadlines=deadlines or Deadlines(),

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from hicache_actors.config import Config
-from hicache_actors.memory.budget import HostBudget, host_budget
+from hicache_actors.config import Config, StorageConfig
+from hicache_actors.errors import ConfigError
+from hicache_actors.memory.budget import HostBudget, host_budget, host_memory_scope
 from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
 from hicache_actors.memory.report import BreakEven, SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape
+from hicache_actors.memory.staging import StagingSize, staging_size, take_staging
 from hicache_actors.memory.traps import StorageFacts
 
 LLAMA_70B = KVShape(layers=80, kv=2, heads=8, head_dim=128, dtype="float16", page_size=64)
@@ -69,6 +72,50 @@ def test_the_report_counts_what_is_mapped() -> None:
     assert memory.close()
 
 
+def test_staging_lies_beside_the_host_pool() -> None:
+    layout = SlotLayout(SMOLLM2, "layer_first")
+    page_bytes = 64 * 23_040
+    batch = 32 * 2**20 // page_bytes
+    with host_memory_scope(MemoryLimit(64 * GIB, 64 * GIB), ranks=1) as account:
+        budget = host_budget(layout, 200, ratio=1.0)
+        staging = take_staging(layout, budget.pages, StorageConfig(read_concurrency=3, write_concurrency=1))
+        assert staging == StagingSize(3 * batch, batch, 4096 + page_bytes)
+        assert account.taken == {"host pool": 200 * page_bytes, "staging": 4 * batch * (4096 + page_bytes)}
+    found = report(settings={"host": {"layout": "layer_first"}}, host=budget, staging=staging, storage=GOOD_STORE)
+    host, storage = (next(tier for tier in found.tiers if tier.tier == name) for name in ("host", "storage"))
+    assert (host.bytes, host.header_bytes, host.padding_bytes) == (budget.pool_bytes, 0, 0)
+    assert storage.pages == 10**12 // (4096 + page_bytes)
+    assert storage.header_bytes == storage.pages * 4096
+    assert found.to_dict()["staging"]["bytes"] == staging.bytes
+    assert f"staging   {3 * batch} slots to read through and {batch} to write through, 130.12 MB" in found.text
+    assert (
+        "1,474,560 bytes on host, not in one run (layer_first); 1,478,656 bytes on storage: 4,096 header" in found.text
+    )
+
+
+def test_staging_is_never_more_than_the_host_pool() -> None:
+    layout = SlotLayout(SMOLLM2, "layer_first", 0)
+    assert staging_size(layout, 5, StorageConfig()) == StagingSize(5, 5, 64 * 23_040)
+    assert staging_size(SlotLayout(SMOLLM2, "page_first"), 5, StorageConfig()) is None
+
+
+def test_staging_that_does_not_fit_is_refused() -> None:
+    layout = SlotLayout(SMOLLM2, "layer_first")
+    with host_memory_scope(MemoryLimit(GIB, GIB), ranks=1) as account:
+        host_budget(layout, account.share_bytes(0.0) // layout.slot_bytes - 10, ratio=1.0, reserve_gb=0.0)
+        with pytest.raises(ConfigError, match="staging needs") as caught:
+            take_staging(layout, 500, StorageConfig(), reserve_gb=0.0)
+    assert (caught.value.field, caught.value.value) == ("host.layout", "layer_first")
+    assert "make the host pool smaller" in caught.value.fix
+
+
+def test_headers_that_only_storage_has_are_no_trap_without_it() -> None:
+    settings = {"host": {"layout": "layer_first"}}
+    tiny = KVShape(1, 2, 1, 64, "bfloat16", 64)
+    assert codes(report(tiny, settings)) == set()
+    assert codes(report(tiny, settings, storage=GOOD_STORE)) == {"slot_overhead", "storage_staged"}
+
+
 @pytest.mark.parametrize(("ms_a_token", "mb_s"), [(1.07, 22), (0.54, 43), (0.42, 55), (0.60, 38)])
 def test_break_even_as_measured_on_a_small_model(ms_a_token: float, mb_s: int) -> None:
     break_even = report(prefill_tokens_per_s=1000 / ms_a_token).break_even
@@ -113,6 +160,7 @@ TRAPS: dict[str, dict[str, Any]] = {
     "storage_in_memory": {"storage": StorageFacts("memory://demo", filesystem="memory")},
     "storage_on_network": {"storage": StorageFacts("file:///net", 10**12, "nfs4")},
     "storage_on_overlay": {"storage": StorageFacts("file:///layer", 10**12, "overlay")},
+    "storage_staged": {"settings": {"host": {"layout": "layer_first"}}, "storage": GOOD_STORE},
     "storage_small": {"storage": StorageFacts("file:///small", 10**8, "ext4")},
     "kv_heads_unknown": {"storage": GOOD_STORE, "ranks": 2},
     "storage_slower_than_recompute": {

@@ -215,6 +215,21 @@ def test_a_host_that_is_too_small_is_refused_with_what_fits(capsys: pytest.Captu
     assert "(2 ranks on this host)" in capsys.readouterr().out
 
 
+def test_staging_slots_are_planned_and_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under layer_first a batch that is read or written takes staging slots: at 20 MiB a page one each."""
+    arguments = [*BIG, "--layout", "layer_first", "--host-gb", "20", "--device-gb", "10", "--disk-gb", "1000"]
+    page_bytes = 64 * 327_680
+    answer = run_json(*arguments, capsys=capsys)
+    assert answer["staging"]["bytes"] == (4 + 2) * (page_bytes + 4096)
+    assert answer["tiers"]["host"]["pages"] == 20 * 10**9 // page_bytes
+    assert answer["tiers"]["storage"]["pages"] == 10**12 // (page_bytes + 4096)
+    assert "staging   4 slots to read through and 2 to write through" in run(*arguments, capsys=capsys)
+    assert cli.main([*arguments, "--memory-gb", "25.1"]) == 2
+    assert "hicache: host.layout = 'layer_first': staging needs" in capsys.readouterr().err
+    assert run_json(*arguments, "--memory-gb", "26", capsys=capsys)["staging"] == answer["staging"]
+    assert run_json(*BIG, "--host-gb", "20", capsys=capsys)["staging"] is None
+
+
 def test_a_configuration_is_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cache.toml"
     file.write_text(

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.config import Config, ModelFacts, StorageConfig
+from hicache_actors.config import Config, HostConfig, HostLayout, ModelFacts, StorageConfig
 from hicache_actors.core.words import pack_slots
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.staging import StagingSize
 from hicache_actors.runtime import Workers, bind_log
 from hicache_actors.storage_switch import source_of
 from hicache_actors.testing.small import PAGE_SIZE, SHAPE
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import Call, Store
+from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.words import CallBegun, CallFailed, CallRefused, Counted
 
 PAGES = 64
@@ -26,17 +28,35 @@ OBJECT_BYTES = SlotLayout(SHAPE, "page_first_direct", 4096).object_bytes
 class Lone:
     """``begun``, ``failed``, ``refused``, ``pages``: what the store has told."""
 
-    def __init__(self, backend: Backend, **settings: Any) -> None:
+    def __init__(
+        self, backend: Backend, *, layout: HostLayout = "page_first_direct", staged_pages: int = PAGES, **settings: Any
+    ) -> None:
+        """``staged_pages``: staging slots for each direction, where ``layout`` needs any."""
         self.limits = StorageConfig(**settings)
-        config = Config(page_size=PAGE_SIZE, model=ModelFacts(model_id="toy", weights="v1"), storage=self.limits)
-        self.memory = HostMemory(SlotLayout(SHAPE, "page_first_direct", 4096), PAGES)
+        config = Config(
+            page_size=PAGE_SIZE,
+            model=ModelFacts(model_id="toy", weights="v1"),
+            host=HostConfig(layout=layout),
+            storage=self.limits,
+        )
+        self.memory = HostMemory(SlotLayout(SHAPE, layout), PAGES)
+        self.staging = None
+        if not self.memory.layout.in_place:
+            slot_bytes = self.memory.layout.object_layout.slot_bytes
+            self.staging = Staging(self.memory.layout, StagingSize(staged_pages, staged_pages, slot_bytes))
         self.workers = Workers("hash", 2)
         self.begun: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.pages: Counter[str] = Counter()
         self.store = Store(
-            source_of(config, SHAPE, backend), self.limits, HostTier(self.memory), self.workers, self._note, bind_log()
+            source_of(config, SHAPE, backend),
+            self.limits,
+            HostTier(self.memory),
+            self.staging,
+            self.workers,
+            self._note,
+            bind_log(),
         )
 
     def read(self, page: int = 0, pages: int = 1, *, priority: int = 0) -> Call[int]:
@@ -59,7 +79,10 @@ class Lone:
             await asyncio.sleep(0.01)
 
     def empty(self) -> bool:
-        """No lane holds anything."""
+        """No lane holds anything, and no call has staging slots."""
+        staged = () if self.staging is None else self.staging.snapshot().values()
+        if any(each.held_pages or each.hung_pages for each in staged):
+            return False
         now_s = asyncio.get_running_loop().time()
         shown = [lane.snapshot(now_s) for lane in self.store.calls.lanes.values()]
         return not any(
@@ -74,6 +97,8 @@ class Lone:
         await self.store.close(1.0)
         await self.workers.aclose(1.0)
         self.memory.close()
+        if self.staging is not None:
+            self.staging.close(keep_mapped=False)
 
     def _note(self, message: CallBegun | CallFailed | CallRefused | Counted) -> None:
         match message:

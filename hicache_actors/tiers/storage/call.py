@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, Literal, TypeAlias, TypeVar
 
+from hicache_actors.core.words import Slots
 from hicache_actors.tiers.storage.words import CallKind
 
 T = TypeVar("T")
@@ -24,11 +25,14 @@ class Call(Generic[T]):
         otherwise: T,
         *,
         nbytes: int = 0,
+        pages: int = 0,
         priority: int = 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.kind, self.otherwise, self.nbytes, self.priority, self.wanted = kind, otherwise, nbytes, priority, wanted
+        self.kind, self.otherwise, self.wanted = kind, otherwise, wanted
+        self.nbytes, self.pages, self.priority = nbytes, pages, priority
+        self.staged: Slots = b""  #: its staging slots, from its turn until it has ended
         self.state: CallState = "new"  #: with its lane
         self.overdue = False  #: it has missed its deadline
         self.ended = False

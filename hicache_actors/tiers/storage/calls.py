@@ -16,6 +16,7 @@ from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.lanes import make_lanes
 from hicache_actors.tiers.storage.latency import Latency
+from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.threads import direction_of_call
 from hicache_actors.tiers.storage.words import CallBegun, CallFailed, CallRefused, Direction, Note, Refusal
 
@@ -27,7 +28,9 @@ _UNJUDGED: Final = "quarantine"  #: a store that cannot put an object away may s
 class Calls:
     """Loop thread only.  ``note`` takes what is counted, ``quiet`` is called when the last open call has ended."""
 
-    def __init__(self, config: StorageConfig, note: Note, log: Any, quiet: Callable[[], None]) -> None:
+    def __init__(
+        self, config: StorageConfig, staging: Staging | None, note: Note, log: Any, quiet: Callable[[], None]
+    ) -> None:
         self.open: set[Call[Any]] = set()
         self.latency = Latency()
         self.cut = False  #: no call is made any more
@@ -40,7 +43,7 @@ class Calls:
             "read": config.read_timeout_s,
             "write": config.write_timeout_s,
         }
-        self.lanes = make_lanes(config, note, log)
+        self.lanes = make_lanes(config, staging, note, log)
 
     def start(
         self,
@@ -48,17 +51,23 @@ class Calls:
         direction: Direction,
         work: Callable[[], Coroutine[Any, Any, R]],
         then: Callable[[R], Coroutine[Any, Any, T]],
+        first: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Call[T]:
-        """Make a call when its turn comes, or refuse it.  ``work`` is the backend's part, under the deadline; ``then`` is ours."""
+        """Make a call when its turn comes, or refuse it.
+
+        ``work`` is the backend's part, under the deadline; ``first`` and ``then``, before and after it, are ours.
+        """
+        lane = self.lanes[direction]
         reason = self._refusal(direction) or self._shed(direction, call.nbytes)
+        if reason is None and lane.blocked(call):
+            reason = "hung"
         if reason is not None:
             self._note(CallRefused(direction, reason))
             call.end()
             return call
-        lane = self.lanes[direction]
         call.on_withdraw(lambda: lane.withdraw(call))
         lane.enter(call)
-        self._spawn(call, self._perform(call, direction, work, then))
+        self._spawn(call, self._perform(call, direction, work, then, first))
         return call
 
     def compute(self, call: Call[T], work: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
@@ -141,11 +150,14 @@ class Calls:
         direction: Direction,
         work: Callable[[], Coroutine[Any, Any, R]],
         then: Callable[[R], Coroutine[Any, Any, T]],
+        first: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
         lane = self.lanes[direction]
         try:
             if not await call.turn or not call.wanted():
                 return
+            if first is not None:
+                await first()
             reason = self._refusal(direction)
             if reason is not None:
                 self._note(CallRefused(direction, reason))

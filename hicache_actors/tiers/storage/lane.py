@@ -8,6 +8,7 @@ from typing import Any
 
 from hicache_actors.tiers.storage.breaker import Breaker
 from hicache_actors.tiers.storage.call import Call
+from hicache_actors.tiers.storage.staging import StagingPool
 from hicache_actors.tiers.storage.words import LaneSnapshot, Refusal
 
 
@@ -17,6 +18,8 @@ class Lane:
     ``limit_bytes`` are the credits of calls that run; a call that is larger runs alone.  A call that hangs gives its place and its
     credits back: what hangs is bounded by ``max_hung`` and the calls that ran beside it.  With ``max_hung`` calls hanging, the lane
     is shut: all that waits and all that comes is refused, until one has returned.  ``refused`` is told of each.
+
+    ``staging``: a call whose turn it is gets its slots there, and gives them back when it has really ended.
 
     ``yields``: while it is true, one call runs at a time.  ``moved`` is called when calls have begun, ended or come to wait.
     """
@@ -29,12 +32,13 @@ class Lane:
         max_hung: int,
         breaker: Breaker,
         refused: Callable[[Refusal], object],
+        staging: StagingPool | None = None,
         yields: Callable[[], bool] = lambda: False,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.breaker = breaker
         self.limit_bytes = limit_bytes
-        self._concurrency, self._max_hung = concurrency, max_hung
+        self._concurrency, self._max_hung, self._staging = concurrency, max_hung, staging
         self._refused, self._yields, self._moved = refused, yields, moved
         self._queue: list[tuple[int, int, Call[Any]]] = []
         self._running: set[Call[Any]] = set()
@@ -45,6 +49,10 @@ class Lane:
     @property
     def shut(self) -> bool:
         return len(self._hung) >= self._max_hung
+
+    def blocked(self, call: Call[Any]) -> bool:
+        """Whether calls that hang would have to return first."""
+        return self.shut or (self._staging is not None and not self._staging.could_take(call.pages))
 
     @property
     def waiting(self) -> bool:
@@ -68,8 +76,14 @@ class Lane:
         """Let those begin whose turn it is."""
         if self.shut:
             self.refuse_waiting("hung")
-        while self._queue and len(self._running) < self._places and self._fits(self._queue[0][2].nbytes):
-            call = self._queue.pop(0)[2]
+        while self._queue and len(self._running) < self._places:
+            call = self._queue[0][2]
+            if self.blocked(call):
+                self._refuse(call, "hung")
+                continue
+            if not self._fits(call.nbytes) or not self._stage(call):
+                break
+            self._queue.pop(0)
             self._waiting_bytes -= call.nbytes
             call.state = "running"
             self._running.add(call)
@@ -84,6 +98,8 @@ class Lane:
         call.state = "hung"
         self._hung.add(call)
         self._hung_bytes += call.nbytes
+        if self._staging is not None:
+            self._staging.hang(call.staged)
         self.pump()
 
     def leave(self, call: Call[Any]) -> None:
@@ -108,12 +124,8 @@ class Lane:
             call.turn.set_result(False)
 
     def refuse_waiting(self, reason: Refusal) -> None:
-        waiting, self._queue = self._queue, []
-        self._waiting_bytes = 0
-        for _, _, call in waiting:
-            call.state = "left"
-            self._refused(reason)
-            call.turn.set_result(False)
+        for _, _, call in list(self._queue):
+            self._refuse(call, reason)
 
     def snapshot(self, now_s: float) -> LaneSnapshot:
         """Any thread."""
@@ -138,6 +150,24 @@ class Lane:
         return (
             self.limit_bytes is None or not self._in_flight_bytes or self._in_flight_bytes + nbytes <= self.limit_bytes
         )
+
+    def _stage(self, call: Call[Any]) -> bool:
+        """Give it its staging slots -> False if they are not there yet."""
+        staging = self._staging
+        if staging is None:
+            return True
+        slots = staging.take(call.pages, self.pump)
+        if slots is None:
+            return False
+        call.staged = slots
+        call.add_callback(lambda: staging.give(slots))
+        return True
+
+    def _refuse(self, call: Call[Any], reason: Refusal) -> None:
+        self._take_out(call)
+        call.state = "left"
+        self._refused(reason)
+        call.turn.set_result(False)
 
     def _take_out(self, call: Call[Any]) -> None:
         self._queue = [entry for entry in self._queue if entry[2] is not call]

@@ -9,10 +9,11 @@ from typing import Any
 from hicache_actors.config import StorageConfig
 from hicache_actors.tiers.storage.breaker import Breaker, BreakerState
 from hicache_actors.tiers.storage.lane import Lane
+from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.words import CallRefused, Direction, Note
 
 
-def make_lanes(config: StorageConfig, note: Note, log: Any) -> dict[Direction, Lane]:
+def make_lanes(config: StorageConfig, staging: Staging | None, note: Note, log: Any) -> dict[Direction, Lane]:
     """Reads go before writes: while reads wait, the lane of writes yields."""
 
     def lane(direction: Direction, concurrency: int, limit_bytes: int | None, **hooks: Callable[[], Any]) -> Lane:
@@ -22,6 +23,7 @@ def make_lanes(config: StorageConfig, note: Note, log: Any) -> dict[Direction, L
             max_hung=config.max_hung_calls,
             breaker=_breaker(config, direction, log),
             refused=lambda reason: note(CallRefused(direction, reason)),
+            staging=None if staging is None else staging.pools.get(direction),
             **hooks,
         )
 

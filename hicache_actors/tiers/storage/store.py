@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -13,16 +15,18 @@ import msgspec
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.objects import Verdict, seal_many, verify_many
 from hicache_actors.config import StorageConfig
-from hicache_actors.core.words import Slots
+from hicache_actors.core.words import Slots, pack_slots, unpack_slots
 from hicache_actors.errors import BackendError, HiCacheError
-from hicache_actors.keys.scheme import SuffixKeys
+from hicache_actors.keys.scheme import KeyScheme
 from hicache_actors.runtime import Workers
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.calls import Calls
 from hicache_actors.tiers.storage.flights import Flights
+from hicache_actors.tiers.storage.pages import of_pages, sampling
+from hicache_actors.tiers.storage.staging import StagedPages, Staging
 from hicache_actors.tiers.storage.threads import StoreThreads
-from hicache_actors.tiers.storage.words import CallBegun, Counted, Note
+from hicache_actors.tiers.storage.words import CallBegun, Counted, Direction, Note
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -30,27 +34,42 @@ class Source(msgspec.Struct, frozen=True):
 
     url: str
     backend: Backend
-    keys: SuffixKeys
+    keys: KeyScheme
     threads: StoreThreads
+
+
+class OpenedLate(BackendError):
+    """It has not opened by its deadline."""
 
 
 class Store:
     """Written by its tier alone: in the tier's methods, and when calls begin and end.  Loop thread only.
 
-    ``workers`` verify and seal objects.  A job is bound to the store that was attached when Core opened it.
+    ``workers`` verify and seal objects, and copy pages to staging slots and back where ``staging`` is needed.  A job is bound to
+    the store that was attached when Core opened it.
     """
 
     def __init__(
-        self, source: Source, config: StorageConfig, host: HostTier, workers: Workers, note: Note, log: Any
+        self,
+        source: Source,
+        config: StorageConfig,
+        host: HostTier,
+        staging: Staging | None,
+        workers: Workers,
+        note: Note,
+        log: Any,
     ) -> None:
         self.url, self.backend, self.keys, self.threads = source.url, source.backend, source.keys, source.threads
         self.read_concurrency = config.read_concurrency
         self.closed = False
-        self._host, self._workers, self._note = host, workers, note
+        self._host, self._staging, self._workers, self._note = host, staging, workers, note
+        self._page_bytes = host.memory.layout.object_bytes
+        self._has_headers = host.memory.layout.header_bytes > 0
+        self._checksums = sampling(config)
         self._log = log.bind(url=source.url)
         self._quiet = asyncio.Event()
         self._jobs = 0
-        self.calls = Calls(config, note, self._log, self._look_quiet)
+        self.calls = Calls(config, staging, note, self._log, self._look_quiet)
         self._flights = Flights()
 
     # -- for pipelines -------------------------------------------------------------------------------------------------
@@ -60,7 +79,7 @@ class Store:
         keys = self.keys.keys(hashes)
 
         async def ask() -> int:
-            return max(0, min(index(await self.backend.exists(keys)), len(keys)))
+            return max(0, min(index(await self.backend.exists(keys)), len(keys))) // len(self.keys.chunks)
 
         return self.calls.start(Call("query", 0, priority=priority), "query", ask, _as_is)
 
@@ -68,53 +87,57 @@ class Store:
         self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool], *, priority: int = 0
     ) -> Call[int]:
         """Read and verify a batch -> its leading pages that are right.  Skipped if not ``wanted`` when its turn comes."""
-        keys, objects = self.keys.keys(hashes), self._host.objects(slots)
+        keys, objects_a_page = self.keys.keys(hashes), len(self.keys.chunks)
+        nbytes = len(hashes) * self._page_bytes
+        call = Call("read", 0, nbytes=nbytes, pages=len(hashes), priority=priority, wanted=wanted)
+        staged, objects = self._place("read", call, slots)
 
         async def read() -> list[bool]:
-            return list(await self.backend.read(keys, objects))[: len(keys)]
+            return list(await self.backend.read(keys, objects()))[: len(keys)]
 
         async def verify(found: list[bool]) -> int:
-            whole = next((at for at, here in enumerate(found) if not here), len(found))
-            verdicts = await self._workers.run(
-                verify_many, objects[:whole], self.keys.namespace_digest, hashes[:whole], self.keys.chunk
-            )
-            good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), whole)
+            pages = next((at for at, here in enumerate(found) if not here), len(found)) // objects_a_page
+            good = await self._verify(hashes[:pages], keys, objects()[: pages * objects_a_page])
+            if staged is not None:
+                await staged.scatter(good)
             self._note(Counted("read_pages", good))
-            for key, verdict in zip(keys, verdicts, strict=False):
-                if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
-                    self._quarantine(key)
-                elif verdict is Verdict.FOREIGN:
-                    self._note(Counted("foreign_pages", 1))
             return good
 
-        call = Call("read", 0, nbytes=_nbytes(objects), priority=priority, wanted=wanted)
         return self.calls.start(call, "read", read, verify)
 
     def seal(self, hashes: Sequence[bytes], slots: Slots) -> Call[bool]:
-        """Write checksum and header of each page into its slot, off the loop."""
-        objects = self._host.objects(slots)
+        """Write checksum and header of each page into its slot, off the loop.  Pages that are staged are sealed when they are."""
 
         async def seal() -> bool:
-            self._note(CallBegun("seal"))
-            await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunk)
+            if self._staging is None:
+                await self._seal(hashes, self._host.objects(slots))
             return True
 
         return self.calls.compute(Call("seal", False), seal)
 
     def write(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> Call[Sequence[Stored]]:
         """Store sealed pages -> what became of each, or () if the store fails.  What another call writes now is left to it."""
-        keys = self.keys.keys(hashes)
-        flight = self._flights.start(keys)
-        objects = self._host.objects(slots)
-        own_keys, own_objects = [keys[at] for at in flight.mine], [objects[at] for at in flight.mine]
+        keys, objects_a_page = self.keys.keys(hashes), len(self.keys.chunks)
+        names = keys[::objects_a_page]  # of the pages: the first of its objects stands for each
+        flight = self._flights.start(names)
+        own_slots = _pick(slots, flight.mine)
+        own_keys = [key for at in flight.mine for key in keys[at * objects_a_page : (at + 1) * objects_a_page]]
         nothing: Sequence[Stored] = ()
-        call = Call("write", nothing, nbytes=_nbytes(own_objects), wanted=wanted)
+        nbytes = len(flight.mine) * self._page_bytes
+        call = Call("write", nothing, nbytes=nbytes, pages=len(flight.mine), wanted=wanted)
         call.when_answered(lambda: flight.land({}))  # who hangs, or is refused, does not keep others from trying
+        staged, objects = self._place("write", call, own_slots)
+
+        async def stage(staged: StagedPages) -> None:
+            await staged.gather()
+            await self._seal([hashes[at] for at in flight.mine], objects())
 
         async def write() -> dict[int, Stored]:
-            answers = [Stored(answer) for answer in await self.backend.write(own_keys, own_objects)]
+            answers = of_pages(
+                [Stored(answer) for answer in await self.backend.write(own_keys, objects())], objects_a_page
+            )
             outcomes = dict(zip(flight.mine, answers, strict=False))
-            flight.land({keys[at]: outcome for at, outcome in outcomes.items()})
+            flight.land({names[at]: outcome for at, outcome in outcomes.items()})
             self._note(Counted("written_pages", answers.count(Stored.WRITTEN)))
             self._note(Counted("present_pages", answers.count(Stored.PRESENT)))
             return outcomes
@@ -125,11 +148,15 @@ class Store:
                 joined = {at: landed.result() for at, landed in flight.theirs.items()}
                 self._note(Counted("joined_pages", sum(outcome is not Stored.FAILED for outcome in joined.values())))
                 outcomes |= joined
-            return [outcomes.get(at, Stored.FAILED) for at in range(len(keys))]
+            return [outcomes.get(at, Stored.FAILED) for at in range(len(names))]
 
         if not own_keys:
             return self.calls.compute(call, lambda: join({}))
-        return self.calls.start(call, "write", write, join)
+        return self.calls.start(call, "write", write, join, None if staged is None else partial(stage, staged))
+
+    def named(self) -> Store:
+        """This store for one job: it goes on by the names of now, whatever weights the model gets meanwhile."""
+        return copy.copy(self)
 
     def enter(self) -> None:
         """A job is about this store."""
@@ -151,7 +178,7 @@ class Store:
             except Exception as error:
                 raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
         if limit.cancelled_caught:
-            raise BackendError(f"open {self.url}: no answer within {deadline_s} s")
+            raise OpenedLate(f"open {self.url}: no answer within {deadline_s} s")
 
     async def run_down(self, timeout_s: float) -> None:
         """Let the jobs that are about it end, then cut it off: no call is made any more, and nobody waits for one."""
@@ -186,6 +213,35 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _place(
+        self, direction: Direction, call: Call[Any], slots: Slots
+    ) -> tuple[StagedPages | None, Callable[[], Sequence[memoryview]]]:
+        """Where the pages of a call are objects: in staging slots, which it has from its turn on, or in their own."""
+        if self._staging is not None:
+            staged = StagedPages(call, self._staging.pools[direction], self._host.memory, slots, self._workers)
+            return staged, staged.objects
+        objects = self._host.objects(slots)
+        return None, lambda: objects
+
+    async def _seal(self, hashes: Sequence[bytes], objects: Sequence[memoryview]) -> None:
+        if self._has_headers:
+            self._note(CallBegun("seal"))
+            await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunks)
+
+    async def _verify(self, hashes: Sequence[bytes], keys: Sequence[str], objects: Sequence[memoryview]) -> int:
+        """-> the leading pages whose objects all are what they should be."""
+        if not self._has_headers:
+            return len(hashes)
+        names = self.keys.namespace_digest, hashes, self.keys.chunks
+        verdicts = await self._workers.run(verify_many, objects, *names, self._checksums)
+        good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), len(verdicts))
+        for key, verdict in zip(keys, verdicts, strict=False):
+            if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
+                self._quarantine(key)
+            elif verdict is Verdict.FOREIGN:
+                self._note(Counted("foreign_pages", 1))
+        return good // len(self.keys.chunks)
+
     def _quarantine(self, key: str) -> None:
         self._log.warning("object_quarantined", key=key)
         self._note(Counted("corrupt_pages", 1))
@@ -204,5 +260,6 @@ async def _as_is(value: Any) -> Any:
     return value
 
 
-def _nbytes(objects: Sequence[memoryview]) -> int:
-    return sum(map(len, objects))
+def _pick(slots: Slots, positions: Sequence[int]) -> Slots:
+    every = unpack_slots(slots)
+    return slots if len(positions) == len(every) else pack_slots(every[at] for at in positions)

@@ -8,8 +8,10 @@ from collections import Counter
 import anyio
 
 from hicache_actors.config import StorageConfig
+from hicache_actors.memory.staging import staging_size
 from hicache_actors.runtime import Actor, Workers, WorkersSnapshot, handles
 from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.store import Source, Store
 from hicache_actors.tiers.storage.words import (
     DIRECTIONS,
@@ -37,6 +39,8 @@ class StorageTier(Actor):
         self._next: Store | None = None
         self._detached: list[Store] = []
         self._closings: set[asyncio.Task[list[str]]] = set()
+        size = staging_size(host.memory.layout, host.memory.slots, config)
+        self._staging = None if size is None else Staging(host.memory.layout, size)
         self._clock = asyncio.get_running_loop().time  # `usage` may be asked on any thread
         self.store = None if source is None else self.make(source)
         self._attached = int(source is not None)
@@ -45,7 +49,7 @@ class StorageTier(Actor):
 
     def make(self, source: Source) -> Store:
         """The store of ``source``, not open yet."""
-        return Store(source, self._config, self._host, self._workers, self._note, self.log)
+        return Store(source, self._config, self._host, self._staging, self._workers, self._note, self.log)
 
     def prepare(self, store: Store | None) -> None:
         """What the next `switch` shall attach, opened; None takes it back."""
@@ -86,6 +90,11 @@ class StorageTier(Actor):
             await asyncio.wait(set(self._closings), timeout=timeout_s)
         return left
 
+    def unmap(self, *, keep_mapped: bool) -> None:
+        """After `close`: let go of the staging slots; ``keep_mapped``: something may still touch them."""
+        if self._staging is not None:
+            self._staging.close(keep_mapped=keep_mapped)
+
     # -- observation ---------------------------------------------------------------------------------------------------
 
     @property
@@ -115,6 +124,7 @@ class StorageTier(Actor):
             detached_calls=detached_calls,
             read_latency_s=None if store is None else store.calls.latency.average_s(now_s),
             lanes={} if store is None else {name: lane.snapshot(now_s) for name, lane in store.calls.lanes.items()},
+            staging={} if self._staging is None else self._staging.snapshot(),
             last_error=self._last_error,
             backend={} if store is None else store.stats(),
         )

@@ -49,6 +49,14 @@ Note: TypeAlias = Callable[[CallBegun | CallFailed | CallRefused | Counted], Non
 """Where calls are counted."""
 
 
+class StagingSnapshot(msgspec.Struct, frozen=True):
+    """Staging slots of one direction, now.  ``held_pages``: with calls; ``hung_pages`` of them with calls past their deadline."""
+
+    total_pages: int
+    held_pages: int
+    hung_pages: int
+
+
 class LaneSnapshot(msgspec.Struct, frozen=True):
     """One direction of the attached store, now.
 
@@ -70,7 +78,7 @@ class LaneSnapshot(msgspec.Struct, frozen=True):
 
 class StorageSnapshot(msgspec.Struct, frozen=True):
     """Counters count since the cache was opened, whatever stores it has had; ``lanes``, ``scope`` and ``backend`` are of the
-    attached one (``url`` None: there is none).
+    attached one (``url`` None: there is none), ``staging`` of all of them (empty if pages need none).
 
     ``calls``, ``errors``: by kind of call; ``refused``: by direction and reason, calls that were not made.  ``present_pages``:
     offered, but stored already; ``joined_pages``: written by another call at the same time.  ``corrupt_pages``: failed the
@@ -94,5 +102,6 @@ class StorageSnapshot(msgspec.Struct, frozen=True):
     detached_calls: int
     read_latency_s: float | None
     lanes: Mapping[Direction, LaneSnapshot]
+    staging: Mapping[Direction, StagingSnapshot]
     last_error: str | None
     backend: Mapping[str, int | float | str]
