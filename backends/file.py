@@ -18,8 +18,9 @@ import anyio
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.evictor import check, unchecked
+from hicache_actors.backends.file_batches import FAILED, MISSING, TORN
 from hicache_actors.backends.file_options import FileOptions
-from hicache_actors.backends.folder import FAILED, MISSING, TORN, Folder
+from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
 from hicache_actors.backends.room import Room

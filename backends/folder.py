@@ -24,6 +24,20 @@ from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
+from hicache_actors.backends.file_batches import (
+    FAILED,
+    TORN,
+    Made,
+    Making,
+    NewFile,
+    Outcome,
+    count_leading,
+    identity_of,
+    make_file,
+    read_files,
+    touch,
+    unlink,
+)
 from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
 from hicache_actors.backends.posix import Publisher, make_folder
@@ -31,25 +45,18 @@ from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key,
 from hicache_actors.backends.turns import Turns
 from hicache_actors.errors import BackendError
 
-MISSING: Final = -1
-TORN: Final = -2  #: there, but of another length than asked for; it has been quarantined
-FAILED: Final = -3
-
 QUARANTINE_KEEP: Final = 64
 TOUCH_AFTER_S: Final = 10
 """An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
 
-# Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _WORTH_HELP_BYTES: Final = 1 << 20
-_DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Outcome of `read_many`: per key the length read, or MISSING, TORN, FAILED; which files were read; the last error."""
+    """Outcome of `read_many`: per key the length read, or MISSING, TORN (it has been quarantined), FAILED; which files were read;
+    the last error."""
 
     lengths: list[int]
     identities: dict[str, Identity]
@@ -89,10 +96,7 @@ class Folder:
 
     def leading(self, keys: Sequence[str]) -> int:
         """Length of the leading run of ``keys`` that are there."""
-        for found, key in enumerate(keys):
-            if self._length(self._find(key)[1]) <= 0:
-                return found
-        return len(keys)
+        return count_leading([self._find(key)[1] for key in keys])
 
     def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
         with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
@@ -111,25 +115,17 @@ class Folder:
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = absent[: booking.granted], absent[booking.granted :]
-        waiting = iter(granted)  # a step of it is one step for all threads
+        files = [NewFile(self._temporary(places[i][0]), places[i][1], buffers[i]) for i in granted]
         last_error: OSError | None = None
-        full = False
-
-        def work() -> None:
-            nonlocal last_error, full
-            for i in waiting:
-                row, path = places[i]
-                try:
-                    if not full:
-                        outcomes[i] = self._write(path, row, buffers[i], booking)
-                except OSError as caught:
-                    last_error = caught
-                    full = full or caught.errno in _DISK_IS_FULL  # the rest would fail alike
+        try:
+            making = Making(files, self._publisher)
+            share(making.work, help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None)
+            for i, file, made in zip(granted, files, making.outcomes(), strict=True):
+                row = places[i][0]
+                outcomes[i], failure = self._stored(file, row, made, booking)
+                last_error = failure or last_error
                 if outcomes[i] is not Stored.WRITTEN:
                     booking.change(row, -sizes[i], -1)
-
-        try:
-            share(work, help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None)
         finally:
             self.ledger.settle(booking)
         return Written(outcomes, no_room, last_error)
@@ -161,7 +157,7 @@ class Folder:
             # If it is not there any more, somebody who made room in the quarantine took it at once, and has booked its going.
             with suppress(FileNotFoundError):
                 moved = os.stat(target, follow_symlinks=False)
-            if identity is not None and _identity(moved) != identity:
+            if identity is not None and identity_of(moved) != identity:
                 self._put_back(target, path)  # exchanged in the instant between look and rename
                 return False
             for row, sign in zip(booking.rows, (-1, 1), strict=True):
@@ -183,7 +179,7 @@ class Folder:
 
     def remove_orphans(self, row: int, names: Iterable[str]) -> int:
         """Temporary files of dead writers -> how many.  Nothing is given back: whoever scans counts what is left."""
-        return sum(_unlink(self._file(row, name)) for name in names)
+        return sum(unlink(self._file(row, name)) for name in names)
 
     def evict(self, row: int, victims: Sequence[Item], oldest_left_ns: int) -> tuple[int, int]:
         """Remove files of one shard that nobody has used since the scan -> how many, and how many bytes.
@@ -195,7 +191,7 @@ class Folder:
         try:
             for victim in victims:
                 path = self._file(row, victim.name)
-                if self._is(path, victim.identity) and _unlink(path):
+                if self._is(path, victim.identity) and unlink(path):
                     n_objects += 1
                     n_bytes += disk_bytes(victim.n_bytes)
             booking.oldest[row] = oldest_left_ns
@@ -219,20 +215,21 @@ class Folder:
     def _read_all(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
         lengths: list[int] = []
         identities: dict[str, Identity] = {}
-        error: OSError | None = None
-        touch_before_s = time.time() - TOUCH_AFTER_S
-        for key, buffer in zip(keys, buffers, strict=True):
-            _, path = self._find(key)
-            try:
-                length, identity = self._read(path, buffer, touch_before_s)
-                if length == TORN:
+        last_error: OSError | None = None
+        paths = [self._find(key)[1] for key in keys]
+        for key, (length, identity, error) in zip(
+            keys, read_files(paths, buffers, time.time() - TOUCH_AFTER_S), strict=True
+        ):
+            if length == TORN:
+                try:
                     self.quarantine(key, identity)
-                elif identity is not None:
-                    identities[key] = identity
-            except OSError as caught:
-                length, error = FAILED, caught
+                except OSError as caught:
+                    length, error = FAILED, caught
+            elif identity is not None:
+                identities[key] = identity
+            last_error = error or last_error
             lengths.append(length)
-        return Found(lengths, identities, error)
+        return Found(lengths, identities, last_error)
 
     def _folder_of(self, row: int) -> bytes:
         return self._quarantine if row == QUARANTINE else self._shards[row]
@@ -240,47 +237,12 @@ class Folder:
     def _file(self, row: int, name: str) -> bytes:
         return os.path.join(self._folder_of(row), os.fsencode(name))
 
-    def _length(self, path: bytes) -> int:
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
-            return MISSING
-        return found.st_size if stat.S_ISREG(found.st_mode) else MISSING
-
     def _is(self, path: bytes, identity: Identity | None) -> bool:
         try:
             found = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(found.st_mode) and (identity is None or _identity(found) == identity)
-
-    def _read(self, path: bytes, buffer: memoryview, touch_before_s: float) -> tuple[int, Identity | None]:
-        try:
-            fd = os.open(path, _READ)
-        except FileNotFoundError:
-            return MISSING, None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                return MISSING, None  # a link or a socket: not ours
-            raise
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                return MISSING, None  # not ours
-            length = len(buffer)
-            if found.st_size != length:
-                return TORN, _identity(found)
-            done = os.readv(fd, (buffer,))
-            while done < length:
-                n_bytes = os.readv(fd, (buffer[done:],))
-                if n_bytes == 0:
-                    return TORN, _identity(found)  # cut off while we read
-                done += n_bytes
-            if found.st_mtime < touch_before_s:
-                found = _touch(fd) or found
-            return done, _identity(found)
-        finally:
-            os.close(fd)
+        return stat.S_ISREG(found.st_mode) and (identity is None or identity_of(found) == identity)
 
     def _absent(
         self, places: Sequence[tuple[int, bytes]], buffers: Sequence[memoryview], outcomes: list[Stored]
@@ -288,7 +250,7 @@ class Folder:
         """Positions of what must be written; the others become PRESENT in ``outcomes``.
 
         Pages are stored in the order of their prefix: behind the first that is absent none is looked up, unless the last one is
-        there.  A wrong guess costs a write in vain, and no more: `_write` finds out.
+        there.  A wrong guess costs a write in vain, and no more: `_stored` finds out.
         """
         absent: list[int] = []
         rest_is_absent = False
@@ -308,45 +270,47 @@ class Folder:
             found = os.stat(path, follow_symlinks=False)
             if stat.S_ISREG(found.st_mode) and found.st_size == n_bytes:
                 if time.time() - found.st_mtime > TOUCH_AFTER_S:
-                    _touch(path)
+                    touch(path)
                 return True
         return False
 
-    def _write(self, path: bytes, row: int, buffer: memoryview, booking: Booking) -> Stored:
-        temporary = b"%s/.%s.%d.tmp" % (self._shards[row], self._instance, next(self._numbers))
+    def _temporary(self, row: int) -> bytes:
+        return b"%s/.%s.%d.tmp" % (self._shards[row], self._instance, next(self._numbers))
+
+    def _stored(self, file: NewFile, row: int, made: Outcome, booking: Booking) -> tuple[Stored, OSError | None]:
+        """What became of an object whose file has been made, or not; deals with what is rare."""
+        outcome, error = made
         try:
-            fd = os.open(temporary, _CREATE, 0o600)
-        except FileNotFoundError:
-            fd = _with_folder(self._shards[row], lambda: os.open(temporary, _CREATE, 0o600))
+            if outcome is Made.NO_FOLDER:
+                make_folder(os.fsdecode(self._shards[row]))
+                outcome, error = make_file(file, self._publisher)
+            if outcome is Made.NO_FOLDER:
+                raise FileNotFoundError(errno.ENOENT, "the folder has gone again", file.path)
+            if outcome is Made.EXISTS:
+                return self._replace_torn(file, row, booking), None
+            return (Stored.WRITTEN if outcome is Made.WRITTEN else Stored.FAILED), error
+        except OSError as caught:
+            return Stored.FAILED, caught
+
+    def _replace_torn(self, file: NewFile, row: int, booking: Booking) -> Stored:
+        """Something has the name of ``file``: PRESENT if it is whole.  OSError if it is not ours."""
         try:
             try:
-                done = os.write(fd, buffer)
-                while done < len(buffer):
-                    done += os.write(fd, buffer[done:])
-            finally:
-                os.close(fd)
-            if self._publisher.publish(temporary, path) or self._replace_torn(temporary, path, row, buffer, booking):
+                found = os.stat(file.path, follow_symlinks=False)
+            except FileNotFoundError:  # gone again
+                os.rename(file.temporary, file.path)
+                return Stored.WRITTEN
+            if not stat.S_ISREG(found.st_mode):
+                raise FileExistsError(errno.EEXIST, "something that is not ours has this name", file.path)
+            if found.st_size != len(file.buffer):
+                os.rename(file.temporary, file.path)
+                booking.change(row, -disk_bytes(found.st_size), -1)
                 return Stored.WRITTEN
         except BaseException:
-            _unlink(temporary)
+            unlink(file.temporary)
             raise
-        _unlink(temporary)
+        unlink(file.temporary)
         return Stored.PRESENT
-
-    def _replace_torn(self, temporary: bytes, path: bytes, row: int, buffer: memoryview, booking: Booking) -> bool:
-        """-> False if the object that has the name is whole.  OSError if it is not ours."""
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:  # gone again
-            os.rename(temporary, path)
-            return True
-        if not stat.S_ISREG(found.st_mode):
-            raise FileExistsError(errno.EEXIST, "something that is not ours has this name", path)
-        if found.st_size == len(buffer):
-            return False
-        os.rename(temporary, path)
-        booking.change(row, -disk_bytes(found.st_size), -1)
-        return True
 
     def _remove(self, path: bytes, row: int, booking: Booking) -> bool:
         try:
@@ -378,23 +342,3 @@ def _with_folder(folder: bytes, attempt: Callable[[], T]) -> T:
     except FileNotFoundError:
         make_folder(os.fsdecode(folder))
         return attempt()
-
-
-def _identity(found: os.stat_result) -> Identity:
-    return Identity(found.st_mtime_ns, found.st_ino)
-
-
-def _touch(file: int | bytes) -> os.stat_result | None:
-    """Say that it was used.  Whoever may read a file need not be allowed to touch it."""
-    with contextlib.suppress(OSError):
-        os.utime(file)
-        return os.stat(file)
-    return None
-
-
-def _unlink(path: bytes) -> bool:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    return True

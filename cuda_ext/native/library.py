@@ -42,6 +42,12 @@ class Library:
         """The same, called with the GIL held: half the cost, and only for what never blocks and takes under a microsecond."""
         return _declared(self._holding, name, result, arguments)
 
+    def address(self, name: str) -> int:
+        """Of a function of the ABI, for native code that shall call it."""
+        value = ctypes.cast(self._releasing[name], ctypes.c_void_p).value
+        assert value is not None
+        return value
+
     def last_error(self) -> str:
         """Why the last call of this thread failed."""
         text: bytes = self.quick("hic_last_error", ctypes.c_char_p)()
@@ -57,6 +63,14 @@ def library() -> Library | None:
     return _load()[0]
 
 
+def loaded() -> Library:
+    """The library, for what is used only where there is one.  Raises `RuntimeError` where there is none."""
+    found, reason = _load()
+    if found is None:
+        raise RuntimeError(f"the native library is not in use: {reason}")
+    return found
+
+
 def why_not() -> str:
     """Why the native library is not in use; "" if it is."""
     return _load()[1]
@@ -67,7 +81,7 @@ def _load() -> tuple[Library | None, str]:
     with _lock:
         if _state is None:
             _state = _find(os.environ.get(SWITCH, ""))
-            if _state[0] is None:
+            if _state[0] is None and os.environ.get(SWITCH, "").lower() != "off":
                 log.warning("native_library_not_used", reason=_state[1])
         return _state
 
@@ -80,20 +94,20 @@ def _find(switch: str) -> tuple[Library | None, str]:
     if path is None:
         return None, "it was not built: install the package again where g++ is found"
     try:
-        loaded = Library(path)
-        reason = _mismatch(loaded)
+        found = Library(path)
+        reason = _mismatch(found)
     except (OSError, AttributeError) as error:  # AttributeError: a library without the functions asked for
         return None, f"{path.name} cannot be loaded: {error}"
-    return (loaded, "") if not reason else (None, f"{path.name} {reason}: install the package again")
+    return (found, "") if not reason else (None, f"{path.name} {reason}: install the package again")
 
 
-def _mismatch(loaded: Library) -> str:
+def _mismatch(found: Library) -> str:
     """How a library differs from what this package expects of it; "" if it does not."""
-    version = loaded.quick("hicache_abi", ctypes.c_uint32)()
+    version = found.quick("hicache_abi", ctypes.c_uint32)()
     if version != ABI_VERSION:
         return f"speaks version {version} of the ABI, this package {ABI_VERSION}"
     count = ctypes.c_uint32()
-    rows = loaded.quick("hic_sizes", ctypes.POINTER(Size), ctypes.POINTER(ctypes.c_uint32))(ctypes.byref(count))
+    rows = found.quick("hic_sizes", ctypes.POINTER(Size), ctypes.POINTER(ctypes.c_uint32))(ctypes.byref(count))
     built = {rows[i].name.decode(): int(rows[i].bytes) for i in range(count.value)}
     for name in sorted(built.keys() | STRUCTS.keys()):
         expected = ctypes.sizeof(STRUCTS[name]) if name in STRUCTS else None

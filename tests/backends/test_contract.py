@@ -39,6 +39,7 @@ class TestMemory(BackendContract):
         return self.objects.get(key)
 
 
+@pytest.mark.usefixtures("both_ways")
 class TestFile(BackendContract):
     persistent = True
 

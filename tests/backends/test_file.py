@@ -17,6 +17,8 @@ from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import content, room
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 N_BYTES = 5000
 KEYS = [f"page{i}" for i in range(10)]
 

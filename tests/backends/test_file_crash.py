@@ -27,7 +27,7 @@ NAMESPACE = b"n" * 16
 # it is killed from outside, or kills itself at its CALLS-th call of the system (0: never); of a write it does one half first.
 NURSERY = """
 import asyncio, hashlib, itertools, os, random, signal, sys
-from hicache_actors.backends import FileBackend, folder, ledger
+from hicache_actors.backends import FileBackend, file_batches, folder, ledger
 from hicache_actors.backends.objects import seal
 from hicache_actors.errors import BackendError
 from hicache_actors.runtime.workers import Workers
@@ -82,6 +82,8 @@ for line in sys.stdin:
     url, seed, calls = line.split()
     pid = os.fork()
     if pid == 0:
+        if int(seed) % 4 == 1:  # so that it is also killed in the middle of a file
+            file_batches.native.files = lambda: None
         if int(calls):
             die_at(int(calls))
         asyncio.run(write(url, int(seed)))

@@ -19,6 +19,8 @@ from hicache_actors.errors import BackendError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import content, room
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 N_BYTES = 40_000
 KEYS = [f"page{i}" for i in range(20)]
 DISK_BYTES = 600 * 1024  # not enough for all of them

@@ -123,7 +123,7 @@ class SharedFolder(RuleBasedStateMachine):
             return os.pwrite(fd, data, 0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hicache_actors.backends.folder.os.write", write)
+            patch.setattr("hicache_actors.backends.file_batches.os.write", write)
             self.folders[who].write_many(keys, [failing] * len(keys))
 
     @rule(who=who, key=keys, n_bytes=sizes)

@@ -16,11 +16,12 @@ from hicache_actors.runtime.workers import Workers
 
 PROGRAM = """
 import asyncio, os, sys, threading
-from hicache_actors.backends import FileBackend, Hanging, MemoryBackend, folder
+from hicache_actors.backends import FileBackend, Hanging, MemoryBackend, file_batches
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import room
 
-folder._READ &= ~os.O_NONBLOCK  # now a pipe blocks
+os.environ["HICACHE_NATIVE"] = "off"  # nobody changes the flags of that
+file_batches._READ &= ~os.O_NONBLOCK  # now a pipe blocks
 
 async def main():
     workers = Workers("io", 4)

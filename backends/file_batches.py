@@ -1,0 +1,214 @@
+"""Batches of whole files, read and written: by the native library where there is one, else by one system call after the other.
+
+Both ways make the same calls of the system in the same order.  The native one leaves the interpreter once a batch and not five
+times a file, so that it neither waits for the others' turns nor makes them wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Final, NamedTuple, TypeAlias
+
+from hicache_actors.backends.posix import Publisher
+from hicache_actors.backends.shards import Identity
+from hicache_actors.cuda_ext.native import files as native
+
+MISSING: Final = native.READ_MISSING
+TORN: Final = native.READ_TORN  #: there, but of another length than asked for
+FAILED: Final = native.READ_FAILED
+
+# Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+
+
+class FileRead(NamedTuple):
+    """``length`` read, or MISSING, TORN, FAILED; ``identity`` of what was read, or is torn; ``error`` of what FAILED."""
+
+    length: int
+    identity: Identity | None
+    error: OSError | None
+
+
+def read_files(paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float) -> list[FileRead]:
+    """Fill each buffer with a file of exactly its length.  A file with an older mtime than ``touch_before_s`` is touched."""
+    library = native.files()
+    if library is None:
+        return [_read(path, buffer, touch_before_s) for path, buffer in zip(paths, buffers, strict=True)]
+    batch = native.Reads(library, paths, buffers, int(touch_before_s * 1e9), None)
+    batch.run()
+    return [
+        FileRead(
+            outcome,
+            Identity(*identity) if outcome >= 0 or outcome == TORN else None,
+            _error(code, path) if outcome == FAILED else None,
+        )
+        for outcome, identity, code, path in zip(batch.outcomes, batch.identities, batch.errors, paths, strict=True)
+    ]
+
+
+def count_leading(paths: Sequence[bytes]) -> int:
+    """How many of the paths, from the front, are regular files that are not empty.  OSError if that cannot be seen."""
+    library = native.files()
+    if library is None:
+        return next((at for at, path in enumerate(paths) if length_of(path) <= 0), len(paths))
+    found, code = library.leading(paths)
+    if code:
+        raise _error(code, paths[found])
+    return found
+
+
+def length_of(path: bytes) -> int:
+    """Of a regular file; of anything else MISSING."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return MISSING
+    return found.st_size if stat.S_ISREG(found.st_mode) else MISSING
+
+
+class Made(Enum):
+    """What became of one file that was to be made."""
+
+    WRITTEN = native.WRITE_WRITTEN
+    EXISTS = native.WRITE_EXISTS  #: something has its name; the temporary file stays, whole
+    NO_FOLDER = native.WRITE_NO_FOLDER  #: nothing has been made
+    FAILED = native.WRITE_FAILED  #: nothing is left of it
+    SKIPPED = native.WRITE_SKIPPED  #: the disk is full
+
+
+class NewFile(NamedTuple):
+    """``temporary`` is in the same folder as ``path``."""
+
+    temporary: bytes
+    path: bytes
+    buffer: memoryview
+
+
+Outcome: TypeAlias = tuple[Made, OSError | None]
+
+
+def make_file(file: NewFile, publisher: Publisher) -> Outcome:
+    """Write a temporary file (0600) and give it its name, unless something has that."""
+    try:
+        fd = os.open(file.temporary, _CREATE, 0o600)
+    except FileNotFoundError:
+        return Made.NO_FOLDER, None
+    except OSError as error:
+        return Made.FAILED, error
+    try:
+        try:
+            done = os.write(fd, file.buffer)
+            while done < len(file.buffer):
+                done += os.write(fd, file.buffer[done:])
+        finally:
+            os.close(fd)
+    except OSError as error:
+        unlink(file.temporary)
+        return Made.FAILED, error
+    return _publish(file, publisher)
+
+
+class Making:
+    """A batch of files being made.  Several threads may `work` at it at once; after all have returned it has `outcomes`."""
+
+    def __init__(self, files: Sequence[NewFile], publisher: Publisher) -> None:
+        self._files, self._publisher = files, publisher
+        self._waiting = iter(range(len(files)))  # a step of it is one step for all threads
+        self._outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files)
+        self._full = False
+        self._native: native.Writes | None = None
+        library = native.files()
+        if library is not None and files:
+            temporaries, paths, buffers = zip(*files, strict=True)
+            self._native = native.Writes(library, temporaries, paths, buffers)
+
+    def work(self) -> None:
+        if self._native is not None:
+            self._native.run()
+            return
+        for at in self._waiting:
+            if not self._full:
+                self._outcomes[at] = outcome = make_file(self._files[at], self._publisher)
+                error = outcome[1]
+                self._full = self._full or (error is not None and error.errno in _DISK_IS_FULL)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        if self._native is None:
+            yield from self._outcomes
+            return
+        for file, code, error in zip(self._files, self._native.outcomes, self._native.errors, strict=True):
+            if code == native.WRITE_NO_RENAME:
+                yield _publish(file, self._publisher)
+            else:
+                yield Made(code), _error(error, file.path) if code == native.WRITE_FAILED else None
+
+
+def touch(file: int | bytes) -> os.stat_result | None:
+    """Say that it was used.  Whoever may read a file need not be allowed to touch it."""
+    with suppress(OSError):
+        os.utime(file)
+        return os.stat(file)
+    return None
+
+
+def unlink(path: bytes) -> bool:
+    """-> whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def identity_of(found: os.stat_result) -> Identity:
+    return Identity(found.st_mtime_ns, found.st_ino)
+
+
+def _publish(file: NewFile, publisher: Publisher) -> Outcome:
+    try:
+        return Made.WRITTEN if publisher.publish(file.temporary, file.path) else Made.EXISTS, None
+    except OSError as error:
+        unlink(file.temporary)
+        return Made.FAILED, error
+
+
+def _read(path: bytes, buffer: memoryview, touch_before_s: float) -> FileRead:
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return FileRead(MISSING, None, None)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return FileRead(MISSING, None, None)  # a link or a socket: not ours
+        return FileRead(FAILED, None, error)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return FileRead(MISSING, None, None)  # not ours
+        length = len(buffer)
+        if found.st_size != length:
+            return FileRead(TORN, identity_of(found), None)
+        done = os.readv(fd, (buffer,))
+        while done < length:
+            n_bytes = os.readv(fd, (buffer[done:],))
+            if n_bytes == 0:
+                return FileRead(TORN, identity_of(found), None)  # cut off while we read
+            done += n_bytes
+        if found.st_mtime < touch_before_s:
+            found = touch(fd) or found
+        return FileRead(done, identity_of(found), None)
+    except OSError as error:
+        return FileRead(FAILED, None, error)
+    finally:
+        os.close(fd)
+
+
+def _error(code: int, path: bytes) -> OSError:
+    return OSError(code, os.strerror(code), os.fsdecode(path))
