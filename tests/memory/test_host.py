@@ -142,3 +142,18 @@ def test_headers_are_cleared_when_slots_are_given_again() -> None:
     host.clear_headers(slots)
     magic = [bytes(host.header(slot)[:MAGIC_BYTES]) for slot in range(3)]
     assert magic == [bytes(MAGIC_BYTES), b"x" * MAGIC_BYTES, bytes(MAGIC_BYTES)]
+
+
+def test_the_headers_of_all_chunks_are_cleared_and_each_is_an_object() -> None:
+    shape = KVShape(layers=3, kv=2, heads=4, head_dim=8, dtype="bfloat16", page_size=4)
+    host = HostMemory(SlotLayout(shape, "page_unified", 4096, head_group=2, layer_partition=2), 3)
+    host.clear_headers(pack_slots([1, 2]))
+    for slot in (1, 2):
+        assert [len(run) for run in host.objects(slot)] == [end - start for start, end in host.layout.chunk_spans]
+        for run in host.objects(slot):
+            run[:MAGIC_BYTES] = b"x" * MAGIC_BYTES
+    host.clear_headers(pack_slots([1]))
+    assert [bytes(run[:MAGIC_BYTES]) for run in host.objects(1)] == [bytes(MAGIC_BYTES)] * 4
+    assert [bytes(run[:MAGIC_BYTES]) for run in host.objects(2)] == [b"x" * MAGIC_BYTES] * 4
+    assert b"".join(map(bytes, host.objects(2))) == bytes(host.object(2))
+    assert [tensor.shape for tensor in host.layer(2)] == [(3, 4, 2, 8)] * 4, "K of each group, then V"

@@ -96,3 +96,36 @@ def test_descriptions_speak_of_tokens_and_bytes() -> None:
     assert "page_first_direct" in text
     assert "23,040 bytes a token" in SMOL.describe()
     assert [format_bytes(count) for count in (12, 1_500, 10**10)] == ["12 bytes", "1.50 kB", "10.00 GB"]
+
+
+def test_a_page_of_several_chunks_has_a_header_for_each() -> None:
+    shape = KVShape(layers=5, kv=2, heads=4, head_dim=3, dtype="float16", page_size=8)
+    layout = SlotLayout(shape, "page_unified", 4096, head_group=2, layer_partition=2)
+    part = 2 * 8 * 2 * 3 * 2  # K and V, tokens, heads of a group, dimensions, bytes: one layer
+    row = [4096 + layers * part for layers in (2, 2, 1)]
+    lengths = [end - start for start, end in layout.chunk_spans]
+    assert lengths == [*row, *row]
+    assert [start for start, _ in layout.chunk_spans[1:]] == [end for _, end in layout.chunk_spans[:-1]]
+    assert layout.object_bytes == sum(lengths) == layout.chunk_spans[-1][1]
+    assert layout.slot_header_bytes == 6 * 4096
+    assert layout.slot_bytes == -(-layout.object_bytes // 4096) * 4096
+    assert layout.head_groups == 2
+    strides = layout.strides(10)
+    assert layout.first_element(3, 1, 1, strides) * 2 == sum(row) + row[0] + 4096 + part + part // 2
+
+
+def test_chunks_need_their_order_and_whole_groups() -> None:
+    for settings, field in (
+        ({"order": "page_first", "head_group": 1}, "layout.head_group"),
+        ({"order": "page_unified", "head_group": 2}, "layout.head_group"),
+        ({"order": "page_unified", "layer_partition": -1}, "layout.layer_partition"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            SlotLayout(SMOL, **settings)
+        assert caught.value.field == field
+
+
+def test_one_chunk_is_the_default_and_its_bytes_go_layer_by_layer() -> None:
+    layout = SlotLayout(SMOL, "page_unified")
+    assert layout.chunk_spans == ((0, layout.object_bytes),)
+    assert layout.object_bytes == 4096 + SMOL.page_bytes
