@@ -151,7 +151,8 @@ def _loops(side: Geometry, from_: Strides, to: Strides, members: list[_Member], 
             break
         grid, extent = merged
         run *= extent
-    pieces = np.ascontiguousarray(grid.reshape(-1, 2))
+    pieces = grid.reshape(-1, 2)
+    pieces = pieces[np.argsort(pieces[:, int(to_host)])]  # in the order of the host
     levels = [Level("affine", *axis) for axis in _joined(axes)]
     levels.append(Level("page", 0, from_.page, to.page))
     levels.append(Level("piece", len(pieces), 0, 0))
@@ -203,5 +204,5 @@ def _reach(pieces: NDArray[np.uint64], to_host: bool, level: Level) -> int:
     if level.kind == "piece":
         if len(pieces) == 1:
             return 1 << 62
-        return int(np.abs(np.diff(pieces[:, int(to_host)].astype(np.int64))).min())
+        return int(np.diff(pieces[:, int(to_host)]).min())
     return abs(level.target_stride if to_host else level.source_stride)

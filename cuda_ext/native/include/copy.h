@@ -36,16 +36,27 @@ struct hic_memory {
 #endif
 };
 
-/* All runs of this worker, this lane's share of each.  Loads of HIC_UNROLL units are in flight before the first store. */
+/* Long runs are cut, or a few of them would keep few workers busy. */
+#define HIC_CHUNK_BYTES 16384
+
+HIC_BOTH uint32_t hic_chunks_a_run(const hic_plan &plan) {
+  return (plan.run_bytes + HIC_CHUNK_BYTES - 1) / HIC_CHUNK_BYTES;
+}
+
+/* The chunks of this worker, this lane's share of each.  Loads of HIC_UNROLL units are in flight before the first store. */
 #define HIC_UNROLL 4
 template <typename Unit, typename Memory>
 HIC_BOTH void hic_lane_of(const hic_plan &plan, const hic_tables &tables, const Memory &memory, uint32_t worker,
                           uint32_t workers, uint32_t lane, uint32_t lanes) {
-  const uint32_t units = plan.run_bytes / static_cast<uint32_t>(sizeof(Unit));
-  for (uint32_t run = worker; run < plan.runs; run += workers) { /* runs < 2^31: no overflow */
+  const uint32_t chunks_a_run = hic_chunks_a_run(plan);
+  const uint32_t chunks = plan.runs * chunks_a_run; /* below 2^31, so that the next line cannot overflow */
+  for (uint32_t chunk = worker; chunk < chunks; chunk += workers) {
+    const uint32_t run = chunk / chunks_a_run, skip = chunk % chunks_a_run * HIC_CHUNK_BYTES;
+    const uint32_t left = plan.run_bytes - skip;
+    const uint32_t units = (left < HIC_CHUNK_BYTES ? left : HIC_CHUNK_BYTES) / static_cast<uint32_t>(sizeof(Unit));
     const hic_piece at = hic_locate(plan, tables, run);
-    const Unit *source = reinterpret_cast<const Unit *>(at.source);
-    Unit *target = reinterpret_cast<Unit *>(at.target);
+    const Unit *source = reinterpret_cast<const Unit *>(at.source + skip);
+    Unit *target = reinterpret_cast<Unit *>(at.target + skip);
     uint32_t unit = lane;
     for (; unit + (HIC_UNROLL - 1) * lanes < units; unit += HIC_UNROLL * lanes) {
       Unit held[HIC_UNROLL];
@@ -70,6 +81,15 @@ HIC_BOTH void hic_lane(const hic_plan &plan, const hic_tables &tables, const Mem
   }
 }
 
+/* One thread of a 1-dimensional grid.  `lanes` divides the threads of a block. */
+template <typename Memory>
+HIC_BOTH void hic_thread(const hic_plan &plan, const hic_tables &tables, const Memory &memory, uint32_t block,
+                         uint32_t blocks, uint32_t thread, uint32_t threads, uint32_t lanes) {
+  const uint32_t workers_a_block = threads / lanes;
+  hic_lane(plan, tables, memory, block * workers_a_block + thread / lanes, blocks * workers_a_block, thread % lanes,
+           lanes);
+}
+
 /* A plan with its tables inside, so that a launch leaves nothing behind that must live on, and page ids cost no round trip
  * to the host.  Kernel parameters may take 32,764 bytes (sm_70 and newer); what does not fit is cut into several launches. */
 #define HIC_INLINE_PIECES 192
@@ -88,21 +108,13 @@ HIC_BOTH hic_tables hic_tables_of(const hic_inline_plan<PAGES> &inlined) {
 }
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-/* 1-dimensional grids and blocks; `lanes` divides the block.  The caller fits both to the plan (launch.h). */
-template <typename Plan>
-__device__ __forceinline__ void hic_thread(const hic_plan &plan, const Plan &tables_from, uint32_t lanes) {
-  const uint32_t workers_a_block = blockDim.x / lanes;
-  hic_lane(plan, hic_tables_of(tables_from), hic_memory(), blockIdx.x * workers_a_block + threadIdx.x / lanes,
-           gridDim.x * workers_a_block, threadIdx.x % lanes, lanes);
-}
-
 extern "C" __global__ void __launch_bounds__(1024, 1)
     hic_copy_few(const __grid_constant__ hic_inline_plan<HIC_FEW_PAGES> inlined, uint32_t lanes) {
-  hic_thread(inlined.plan, inlined, lanes);
+  hic_thread(inlined.plan, hic_tables_of(inlined), hic_memory(), blockIdx.x, gridDim.x, threadIdx.x, blockDim.x, lanes);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
     hic_copy_many(const __grid_constant__ hic_inline_plan<HIC_MANY_PAGES> inlined, uint32_t lanes) {
-  hic_thread(inlined.plan, inlined, lanes);
+  hic_thread(inlined.plan, hic_tables_of(inlined), hic_memory(), blockIdx.x, gridDim.x, threadIdx.x, blockDim.x, lanes);
 }
 #endif
 #endif

@@ -9,6 +9,7 @@
 #include "error.h"
 #include "include/copy.h"
 #include "runs.h"
+#include "stream_copy.h"
 
 namespace {
 
@@ -36,34 +37,34 @@ int in_shares(uint64_t count, uint32_t threads, const Share& share) {
 
 // One run of a length that the compiler knows: a few instructions, where a call of memcpy costs as much as the copy.
 template <uint32_t BYTES>
-struct Fixed {
-  void operator()(uint64_t target, uint64_t source, uint32_t) const {
+void run_fixed(const hic_plan& plan, uint64_t first, uint64_t last) {
+  hic::for_each_run(plan, first, last, [](uint64_t source, uint64_t target) {
     memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), BYTES);
-  }
-};
-struct Any {
-  void operator()(uint64_t target, uint64_t source, uint32_t bytes) const {
-    memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
-  }
-};
-
-template <typename Copy>
-void run_some(const hic_plan& plan, uint64_t first, uint64_t last, const Copy& copy) {
-  hic::for_each_run(plan, first, last,
-                    [&](uint64_t source, uint64_t target) { copy(target, source, plan.run_bytes); });
+  });
 }
 
-void run_share(const hic_plan& plan, uint64_t first, uint64_t last) {
+void run_cached(const hic_plan& plan, uint64_t first, uint64_t last) {
   switch (plan.run_bytes) {
-    case 1: return run_some(plan, first, last, Fixed<1>());
-    case 2: return run_some(plan, first, last, Fixed<2>());
-    case 4: return run_some(plan, first, last, Fixed<4>());
-    case 8: return run_some(plan, first, last, Fixed<8>());
-    case 16: return run_some(plan, first, last, Fixed<16>());
-    case 128: return run_some(plan, first, last, Fixed<128>());
-    case 256: return run_some(plan, first, last, Fixed<256>());
-    default: return run_some(plan, first, last, Any());
+    case 1: return run_fixed<1>(plan, first, last);
+    case 2: return run_fixed<2>(plan, first, last);
+    case 4: return run_fixed<4>(plan, first, last);
+    case 8: return run_fixed<8>(plan, first, last);
+    case 16: return run_fixed<16>(plan, first, last);
+    default:
+      hic::for_each_run(plan, first, last, [&plan](uint64_t source, uint64_t target) {
+        memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), plan.run_bytes);
+      });
   }
+}
+
+// A copy larger than a core's own cache leaves nothing useful in it, so its stores go past it.
+constexpr uint64_t STREAMED_BYTES = 1 << 20;
+
+void run_share(const hic_plan& plan, uint64_t first, uint64_t last) {
+  if (hic::can_stream(plan) && uint64_t{plan.runs} * plan.run_bytes >= STREAMED_BYTES)
+    hic::run_streamed(plan, first, last);
+  else
+    run_cached(plan, first, last);
 }
 
 // The lanes' memory on the CPU: counts stores, and makes no access that a GPU would fault on.
@@ -96,14 +97,15 @@ struct Counted {
 };
 
 template <typename Memory>
-void run_grid(const hic_plan& plan, uint32_t blocks, uint32_t block_threads, uint32_t lanes, const Memory& memory) {
-  const uint32_t workers_a_block = block_threads / lanes;
+void run_grid(const hic_plan& plan, uint32_t blocks, uint32_t threads, uint32_t lanes, const Memory& memory) {
   const hic_tables tables = hic_tables_of(plan);
   for (uint32_t block = 0; block < blocks; ++block)
-    for (uint32_t thread = 0; thread < block_threads; ++thread)
-      hic_lane(plan, tables, memory, block * workers_a_block + thread / lanes, blocks * workers_a_block, thread % lanes,
-               lanes);
+    for (uint32_t thread = 0; thread < threads; ++thread)
+      hic_thread(plan, tables, memory, block, blocks, thread, threads, lanes);
 }
+
+constexpr uint32_t MOST_RUN_BYTES = uint32_t{1} << 31;
+constexpr uint64_t MOST_CHUNKS = uint64_t{1} << 31;  // see hic_lane_of
 
 int check_pages(const char* side, const uint32_t* pages, uint32_t count, uint32_t limit) {
   for (uint32_t i = 0; i < count; ++i)
@@ -116,15 +118,16 @@ int check_pages(const char* side, const uint32_t* pages, uint32_t count, uint32_
 int hic_plan_check(const hic_plan* plan) {
   const uint32_t unit = plan->unit_bytes;
   if (unit == 0 || unit > 16 || (unit & (unit - 1)) != 0) return fail(HIC_INVALID, "units of %u bytes", unit);
-  if (plan->run_bytes == 0 || plan->run_bytes % unit != 0)
+  if (plan->run_bytes == 0 || plan->run_bytes % unit != 0 || plan->run_bytes > MOST_RUN_BYTES)
     return fail(HIC_INVALID, "runs of %u bytes in units of %u", plan->run_bytes, unit);
-  if (plan->levels > HIC_LEVELS) return fail(HIC_INVALID, "%u levels, at most %d", plan->levels, HIC_LEVELS);
+  if (plan->levels == 0 || plan->levels > HIC_LEVELS)
+    return fail(HIC_INVALID, "%u levels, not 1 to %d", plan->levels, HIC_LEVELS);
   uint64_t runs = 1;
   uint32_t piece_levels = 0;
   for (uint32_t i = 0; i < plan->levels; ++i) {
     const hic_level& level = plan->level[i];
     runs *= level.extent;
-    if (level.extent == 0 || runs >= (uint64_t{1} << 31)) return fail(HIC_INVALID, "0 or more than 2^31 runs");
+    if (level.extent == 0 || runs >= MOST_CHUNKS) return fail(HIC_INVALID, "no runs, or too many of them");
     if (level.kind == HIC_PIECE) {
       ++piece_levels;
       if (level.extent != plan->piece_count) return fail(HIC_INVALID, "%u pieces, %u in the table", level.extent, plan->piece_count);
@@ -138,6 +141,8 @@ int hic_plan_check(const hic_plan* plan) {
                   static_cast<long long>(level.target_stride), unit);
   }
   if (piece_levels != 1) return fail(HIC_INVALID, "%u levels of pieces, not 1", piece_levels);
+  if (runs * hic_chunks_a_run(*plan) >= MOST_CHUNKS)
+    return fail(HIC_INVALID, "too many bytes for one plan");
   if (plan->runs != runs) return fail(HIC_INVALID, "%u runs stated, %llu by extents", plan->runs, static_cast<unsigned long long>(runs));
   const hic_tables tables = hic_tables_of(*plan);
   for (uint32_t i = 0; i < plan->piece_count; ++i)
