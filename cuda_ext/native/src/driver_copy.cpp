@@ -52,7 +52,7 @@ int launch_inline(hic_cuda_stream* stream, Handle function, const hic_plan& part
   std::copy_n(tables.source_pages, part.page_count, inlined->source_pages);
   std::copy_n(tables.target_pages, part.page_count, inlined->target_pages);
   const uint32_t workers_a_block = BLOCK_THREADS / lanes;
-  const uint32_t grid = std::min(blocks, (part.runs + workers_a_block - 1) / workers_a_block);
+  const uint32_t grid = std::min(blocks, (part.runs * hic_chunks_a_run(part) + workers_a_block - 1) / workers_a_block);
   void* arguments[] = {inlined.get(), &lanes};
   const Result result =
       device->api.cuLaunchKernel(function, grid, 1, 1, BLOCK_THREADS, 1, 1, 0, stream->handle, arguments, nullptr);
