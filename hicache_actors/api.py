@@ -27,6 +27,8 @@ from hicache_actors.core.news import StepNews
 from hicache_actors.core.words import Match, Shortfall, Slots
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError
+from hicache_actors.events import EventsSnapshot
+from hicache_actors.events_api import EventVerbs
 from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
@@ -65,7 +67,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What the cache is doing, at one instant.
 
     ``counts``: decisions of Core by name, ``flows``: what has moved, by direction; both since the cache was opened.  ``loop_lag``:
-    how late the event loop has woken a sampler.  ``shadow``: None unless the cache runs in shadow mode.
+    how late the event loop has woken a sampler.  ``shadow``: None unless the cache runs in shadow mode.  ``events``: those who
+    listen to `HiCache.events`.
     """
 
     state: State
@@ -82,9 +85,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     workers: tuple[WorkersSnapshot, ...]
     open_jobs: int
     shadow: ShadowSnapshot | None
+    events: EventsSnapshot
 
 
-class HiCache(BlockVerbs, PolicyVerbs, RankVerbs):
+class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -351,6 +355,7 @@ class HiCache(BlockVerbs, PolicyVerbs, RankVerbs):
             workers=(parts.workers.snapshot(), *parts.storage_tier.threads, parts.forward_workers.snapshot()),
             open_jobs=parts.pipelines.open_jobs,
             shadow=None if parts.shadow is None else parts.shadow.usage(),
+            events=parts.events.snapshot(),
         )
 
     # -- for handles and tests -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hicache_actors.core.words import Effect, Wake
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, PeerError, TransferError
+from hicache_actors.events import EventStream
 from hicache_actors.key_choice import layout_of
 from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.budget import host_budget, host_memory_scope
@@ -93,6 +94,8 @@ class Parts:
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)
+        self.events = EventStream(config.page_size, self.workers, self.driver.post)
+        self.pipelines.on_changed = self.events.take
         self.shadow = Shadow(self.system, self.workers, kv) if config.shadow and disabled is None else None
 
     async def start(self) -> None:
@@ -110,6 +113,7 @@ class Parts:
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
         limit_s = self.config.close_timeout_s
+        self.events.close()
         if self._sampler is not None:
             self._sampler.cancel()
         left: list[str] = [*await self.system.close()]

@@ -30,6 +30,8 @@ class Backlog:
         for node in tree.table.values():
             node.stored = UNSTORED
         tree.stored_pages = 0
+        if state.residents.changes is not None:
+            state.residents.changes.cleared("storage")
         tree.hints.clear()
         state.storage = attached
         state.storage_epoch += 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
+from hicache_actors.core.changes import Changes
 from hicache_actors.core.config import WritePolicy
 from hicache_actors.core.explain import Explanation, explain
 from hicache_actors.core.order import Eviction
@@ -91,6 +92,24 @@ class OperatorCalls:
     def explain(self, tokens: Tokens) -> Explanation:
         """Where each span of the prompt is, or why it is nowhere.  Changes nothing."""
         return explain(self.state, tokens)
+
+    def watch(self, on: bool) -> None:
+        """Write down from here on what comes and goes, from the beginning if that is being done already, or stop it.
+
+        The records of a section come as its last effect, `Changed`.  They begin with `Cleared`; what was there before follows in
+        the sections that call `tell`.  Local: nothing that is replicated depends on it.
+        """
+        state = self.state
+        if on:
+            state.watches += 1
+            state.residents.changes = Changes(state.tree, state.watches)
+        else:
+            state.residents.changes = None
+
+    def tell(self, nodes: int) -> None:
+        """Write down about ``nodes`` more of the nodes that were there when `watch` began; `Told` says how many are left."""
+        if self.state.residents.changes is not None:
+            self.state.residents.changes.tell(nodes)
 
     def set_storage(self, attached: bool) -> None:
         """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.

@@ -28,6 +28,7 @@ from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
+from hicache_actors.core.records import Changed
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Decision, Note, State
@@ -126,6 +127,10 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         """Close the section -> what is to be started or woken, in order.  Each effect is returned once."""
         self.end_section()
         effects, self.state.effects = self.state.effects, []
+        changes = self.state.residents.changes
+        if changes is not None and changes.records:
+            state = self.state
+            effects.append(Changed(state.decided, state.epoch, state.now_ms, changes.take()))
         return effects
 
     def wire(self) -> Wire:
@@ -360,6 +365,8 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         state.evictions.reset(state.now_ms)
         self._leases.fail_all(failure)
         state.pins.lose_everything()
+        if state.residents.changes is not None:
+            state.residents.changes.cleared("reset" if failure == "reset" else "degraded")
         self._saving.forget()
         for place in PLACES:
             held: list[Slots] = [stray.slots for stray in state.pins.strays(place)]

@@ -93,8 +93,7 @@ class Loads:
         pin = job.pins[1]
         good, bad = tree.cut_at(pin.tail, job.start, job.start + pages)
         for node in good:
-            residency = node.at[DEVICE]
-            residency.state, residency.filler = READY, 0
+            state.residents.filled(node, DEVICE)
         if bad:
             self._fail(bad[0], sound)
         whole = pin.tail.end >= job.start + job.pages

@@ -63,7 +63,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     ``tag`` names the node in its children's keys and is empty once the node has left the tree.  ``hits`` counts the requests that
     have used it, ``priority`` is the highest of theirs.  ``dirty``: on the device alone, and its write-back has not failed since it
     was last used; ``stuck``: 1 if it is dirty, and 1 for each child that is stuck.  ``events`` are those of the forwards that
-    compute its pages, kept until they have fired or its write-back is agreed.
+    compute its pages, kept until they have fired or its write-back is agreed.  ``told``: who knows of it (`changes`), local.
     """
 
     key: bytes
@@ -82,6 +82,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     stuck: int = 0
     stored: int = UNSTORED
     events: tuple[object, ...] = ()
+    told: int = 0
 
     @property
     def first(self) -> bytes:

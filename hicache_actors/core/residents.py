@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hicache_actors.core.changes import Changes
 from hicache_actors.core.node import NOWHERE, PLACES, Node, Residency
 from hicache_actors.core.order import Policy, Queue
-from hicache_actors.core.words import ABSENT, DEVICE, HOST, SLOT_BYTES
+from hicache_actors.core.words import ABSENT, DEVICE, HOST, READY, SLOT_BYTES
 
 _SLICE_NODES = 2048
 
@@ -33,6 +34,7 @@ class Residents:
         self.protects_dirty = protect_dirty
         self.device, self.host, self.dirty = (Queue(policy.order()) for _ in range(3))
         self.twins = Queue(policy.order(backwards=True))
+        self.changes: Changes | None = None  # while somebody listens
         self._clock = 0
         self._unmoved: list[Node] = []
         self._forget()
@@ -76,6 +78,15 @@ class Residents:
             self._soil(node)
         elif host.lane is not None and self.protects_dirty:
             self.enlist(node, HOST)
+        if self.changes is not None and state == READY:
+            self.changes.came(node, place)
+
+    def filled(self, node: Node, place: int) -> None:
+        """Its fill is agreed: a filling residency is ready."""
+        residency = node.at[place]
+        residency.state, residency.filler = READY, 0
+        if self.changes is not None:
+            self.changes.came(node, place)
 
     def vacate(self, node: Node, place: int) -> None:
         """A present residency becomes absent, its locks are the caller's to clear; its parent may be next to go."""
@@ -84,6 +95,8 @@ class Residents:
             self._clean(node)
         if residency.lane is not None:
             residency.lane.discard(residency)
+        if self.changes is not None and residency.state == READY:
+            self.changes.left(node, place)
         pages = len(residency.slots) // SLOT_BYTES
         if not residency.locks:
             self.unlocked[place] -= pages

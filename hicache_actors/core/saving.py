@@ -233,8 +233,7 @@ class Saving:
         """A write-back is agreed: good pages are on the host, the others are not and may be asked for again."""
         state = self.state
         for node in good:
-            host = node.at[HOST]
-            host.state, host.filler = READY, 0
+            state.residents.filled(node, HOST)
             node.events = ()
         if bad:
             state.count("write_back_failed_pages", bad[-1].end - state.tree.start(bad[0]))

@@ -102,6 +102,7 @@ class State:
         self.decided = 0  # decisions so far
         self.decisions: deque[tuple[int, int, int, int, int]] = deque(maxlen=KEPT_DECISIONS)
         self.reservations: dict[int, CoreRoom] = {}  # by the waiter that it was given to
+        self.watches = 0  # how often somebody began to listen; local
         self._orders = 0
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}

@@ -166,6 +166,8 @@ class Tree:
         node.at = tuple(Residency(node) for _ in PLACES)
         self._link(parent, node)
         self.pages += stop - page
+        if self.residents.changes is not None:
+            self.residents.changes.added(node)
         return node
 
     def split(self, node: Node, depth: int) -> Node:
@@ -199,6 +201,8 @@ class Tree:
         node.rest = rest[cut_at + page_bytes :]
         self._link(head, node)
         node.parent = head
+        if self.residents.changes is not None:
+            self.residents.changes.split(node, head, pages)
         return head
 
     def cut_at(self, tail: Node, start: int, depth: int) -> tuple[list[Node], list[Node]]:
@@ -218,6 +222,8 @@ class Tree:
     def remove(self, node: Node) -> None:
         """Take a childless node that is present nowhere out of the tree."""
         assert not node.kids
+        if self.residents.changes is not None:
+            self.residents.changes.removing(node)
         self._unlink(node)
         pages = node.end - self.start(node)
         self.pages -= pages
@@ -228,6 +234,8 @@ class Tree:
     def set_stored(self, node: Node, stored: int) -> None:
         self.stored_pages += ((stored == STORED) - (node.stored == STORED)) * (node.end - self.start(node))
         node.stored = stored
+        if stored == STORED and self.residents.changes is not None:
+            self.residents.changes.stored(node)
 
     # -- joining ------------------------------------------------------------------------------------------------------------
 
@@ -270,6 +278,8 @@ class Tree:
         return True
 
     def _join_chain(self, chain: list[Node]) -> None:
+        if self.residents.changes is not None:
+            self.residents.changes.joining(chain)
         top, tail = chain[0], chain[-1]
         parts = [top.rest]
         for node in chain[1:]:

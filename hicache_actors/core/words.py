@@ -14,6 +14,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from hicache_actors.core.records import Changed
 from hicache_actors.keys.scope import Scope
 
 Slots: TypeAlias = bytes
@@ -260,4 +261,5 @@ Effect: TypeAlias = (
     | Forget
     | Wake
     | UseStorage
+    | Changed
 )

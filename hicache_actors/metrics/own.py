@@ -275,6 +275,24 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Calls to the store that run now.",
         lambda at: () if at.storage is None else one(at.storage.open_calls),
     ),
+    # -- events of residencies
+    gauge("hicache_residency_subscribers", "Listeners to events.", lambda at: one(at.events.subscribers)),
+    counter(
+        "hicache_residency_batches_total",
+        "Batches of events: told, and lost by a subscriber that was too slow (each counts for itself).",
+        lambda at: by({"told": at.events.batches, "lost": at.events.lost_batches}),
+        "outcome",
+    ),
+    counter(
+        "hicache_residency_snapshots_total",
+        "Snapshots that subscribers got, to begin with or after a loss.",
+        lambda at: one(at.events.snapshots),
+    ),
+    counter(
+        "hicache_residency_restarts_total",
+        "How often so much had changed at once that all subscribers were told anew.",
+        lambda at: one(at.events.restarts),
+    ),
     # -- inside
     counter(
         "hicache_shadow_pages_total",

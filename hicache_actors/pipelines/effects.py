@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from hicache_actors.core.records import Changed
 from hicache_actors.core.words import (
     Effect,
     Forget,
@@ -54,6 +55,7 @@ class Pipelines:
         self._idle = asyncio.Event()
         self._drains: set[asyncio.Task[None]] = set()
         self._draining = True
+        self.on_changed: Callable[[Changed], None] = lambda _: None  #: loop thread
         self._log = bind_log(part="pipelines")
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -155,6 +157,8 @@ class Pipelines:
                         self._idle.set()
                 case Wake():
                     self._wake(effect)
+                case Changed():
+                    self.on_changed(effect)
                 case UseStorage():
                     self._movers.storage.switch(effect.attached)
 
