@@ -31,10 +31,13 @@ class WrongBytes(AssertionError):
 
 
 class ToyModel:
-    """Works on any `KVTensors` with a 2-byte or 4-byte element; stateless, so any thread may run it."""
+    """Works on any `KVTensors` with a 2-byte or 4-byte element; stateless, so any thread may run it.
 
-    def __init__(self, kv: KVTensors, *, wait_s: float = 10.0) -> None:
-        self.kv, self.wait_s = kv, wait_s
+    ``weights``: a number that every row follows from as well.
+    """
+
+    def __init__(self, kv: KVTensors, *, wait_s: float = 10.0, weights: int = 0) -> None:
+        self.kv, self.wait_s, self.weights = kv, wait_s, weights
 
     def forward(self, prompt: Prompt, pages: Sequence[int], start: int, end: int, load: LayerLoad | None = None) -> int:
         """Compute tokens [start, end) of ``prompt`` on top of the reused [0, start) -> the next token.
@@ -44,7 +47,7 @@ class ToyModel:
         table = torch.tensor(list(pages), dtype=torch.int64)
         at = torch.arange(end)
         pages_of, rows = table[at // self.kv.shape.page_size], at % self.kv.shape.page_size
-        digests = _prefix_digests(prompt, end)
+        digests = _prefix_digests(prompt, end, self.weights)
         read = 0
         for layer in range(self.kv.shape.layers):
             if load is not None and not load.wait(layer, self.wait_s):
@@ -66,11 +69,11 @@ class ToyModel:
         return rows[:, None, None].expand(-1, like.shape[2], like.shape[3])
 
 
-def _prefix_digests(prompt: Prompt, end: int) -> NDArray[np.uint64]:
+def _prefix_digests(prompt: Prompt, end: int, weights: int) -> NDArray[np.uint64]:
     """One number a token that follows from it, its position and every token before it."""
     tokens = np.frombuffer(prompt.packed, dtype=np.uint64, count=end)
     position = np.arange(1, end + 1, dtype=np.uint64)
-    scope = np.uint64(_number(prompt.scope))
+    scope = np.uint64(_number(prompt.scope) + weights * 0x94D049BB133111EB % 2**60)
     mixed = (tokens + np.uint64(0x9E3779B97F4A7C15) + scope) * (position * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1))
     return np.cumsum(mixed ^ (mixed >> np.uint64(31)), dtype=np.uint64)
 

@@ -227,6 +227,7 @@ async def test_b104_all_that_is_taken_stays_within_the_size_that_was_set() -> No
 _SMALLEST: dict[str, Callable[[Path], str]] = {
     "memory": lambda folder: "memory://",
     "file": lambda folder: f"file://{folder}/store",
+    "sglang-file": lambda folder: f"sglang-file://{folder}/flat",
 }
 
 
