@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hicache_actors.cuda_ext.controls import ControlledDevice, Gate
     from hicache_actors.cuda_ext.device import Device, Event, Stream, Ticket, Work
+    from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice
     from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 
-__all__ = ["ControlledDevice", "Device", "Event", "Gate", "Stream", "Ticket", "TorchCpuDevice", "Work", "open_device"]
+__all__ = [
+    "ControlledDevice",
+    "Device",
+    "Event",
+    "Gate",
+    "NativeCpuDevice",
+    "Stream",
+    "Ticket",
+    "TorchCpuDevice",
+    "Work",
+    "open_cpu_device",
+    "open_device",
+]
 
 _HOMES: Final = {
     "ControlledDevice": "controls",
@@ -23,6 +36,7 @@ _HOMES: Final = {
     "Stream": "device",
     "Ticket": "device",
     "Work": "device",
+    "NativeCpuDevice": "native_cpu",
     "TorchCpuDevice": "torch_cpu",
 }
 
@@ -32,14 +46,25 @@ def open_device(name: str = "cpu") -> Device:
     from hicache_actors.errors import ConfigError
 
     if name == "cpu":
-        from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
-
-        return TorchCpuDevice()
+        return open_cpu_device()
     if name.partition(":")[0] == "cuda":
         raise ConfigError(
             "device", name, "this build drives no CUDA device", allowed=["cpu"], fix="keep the KV tensors on the CPU"
         )
     raise ConfigError("device", name, "unknown device", allowed=["cpu"])
+
+
+def open_cpu_device() -> ControlledDevice[Any]:
+    """The native one where there is a native library; its `implementation` says which it is, and why."""
+    from hicache_actors.cuda_ext.native.library import library, why_not
+
+    if library() is not None:
+        from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice
+
+        return NativeCpuDevice()
+    from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+
+    return TorchCpuDevice(why=f"the native library is not in use: {why_not()}")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,25 +8,52 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import structlog
 
-from hicache_actors.cuda_ext.device import Event, Work
+from hicache_actors.cuda_ext.device import Event, Listener, Work
 from hicache_actors.errors import StoppedError, UsageError
-from hicache_actors.transfer.completions import Completion
+from hicache_actors.transfer.completions import Completion, End
+from hicache_actors.transfer.waits import LayerWaits
 
 log = structlog.get_logger(__name__)
 
 Kind = Literal["cpu", "cuda", "sim"]
 
 
-class Gate:
+class Gate(ABC):
     """Stands before each piece of work of one stream (not before waits and records).  Open until shut.  Any thread may call.
 
     Leaving a ``with`` block opens it.
     """
+
+    @property
+    @abstractmethod
+    def reached(self) -> End:
+        """Finished while work stands before the shut gate: wait for it instead of sleeping.  `allow` begins a new one."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Work that has begun goes on, the next waits."""
+
+    @abstractmethod
+    def allow(self, works: int = 1) -> None:
+        """Let so many pieces of work pass the shut gate.  Raises `UsageError` if it is open."""
+
+    @abstractmethod
+    def open(self) -> None: ...
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.open()
+
+
+class AskedGate(Gate):
+    """A gate of streams that are run in Python: they ask it."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -36,16 +63,13 @@ class Gate:
 
     @property
     def reached(self) -> Completion:
-        """Finished while work stands before the shut gate: wait for it instead of sleeping.  `allow` begins a new one."""
         return self._reached
 
     def shut(self) -> None:
-        """Work that has begun goes on, the next waits."""
         with self._lock:
             self._permits, self._reached = 0, Completion()
 
     def allow(self, works: int = 1) -> None:
-        """Let so many pieces of work pass the shut gate."""
         with self._lock:
             if self._permits is None:
                 raise UsageError("the gate is open")
@@ -71,12 +95,6 @@ class Gate:
         reached.finish()
         return False
 
-    def __enter__(self) -> Gate:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.open()
-
 
 class _Fault:
     """Fails ``works`` pieces of work after ``after`` others, of one stream or of any."""
@@ -85,16 +103,29 @@ class _Fault:
         self.error, self.works, self.after, self.stream = error, works, after, stream
 
 
+class Counts(NamedTuple):
+    """Pieces of work of one stream.  ``failed`` counts records that were dropped, too."""
+
+    submitted: int
+    finished: int
+    failed: int
+    moved_bytes: int
+
+
 class ControlledStream(ABC):
-    """A stream of a `ControlledDevice`: what both kinds count and can be told.  Counters are read by any thread."""
+    """A stream of a `ControlledDevice`: what all kinds count and can be told."""
+
+    gate: Gate
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.gate = Gate(self._gate_changed)
-        self.submitted = self.finished = self.failed = self.moved_bytes = 0
 
     @abstractmethod
-    def submit(self, work: Work) -> Completion:
+    def counts(self) -> Counts:
+        """Any thread."""
+
+    @abstractmethod
+    def submit(self, work: Work) -> End:
         """Run ``work`` after everything submitted before -> its ticket.  Raises `StoppedError` after close."""
 
     @abstractmethod
@@ -105,12 +136,34 @@ class ControlledStream(ABC):
         """
 
     @abstractmethod
-    def record(self) -> Completion:
+    def record(self) -> End:
         """A ticket for the end of everything submitted so far.  It carries no error: each ticket has its own."""
+
+    def submit_layers(self, works: Sequence[Work], waits: LayerWaits, hold: Callable[[End], None]) -> End:
+        """See `Stream`."""
+        for layer, work in enumerate(works):
+            ticket = self.submit(work)
+            hold(ticket)
+            waits.follow(layer, ticket)
+        return ticket
 
     @abstractmethod
     def drop(self, error: BaseException) -> None:
         """Fail everything that has not ended, and whatever is submitted later; work that runs now runs on unseen."""
+
+
+class CountingStream(ControlledStream):
+    """A stream that is run in Python: it counts for itself, and asks its gate."""
+
+    gate: AskedGate
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.gate = AskedGate(self._gate_changed)
+        self.submitted = self.finished = self.failed = self.moved_bytes = 0
+
+    def counts(self) -> Counts:
+        return Counts(self.submitted, self.finished, self.failed, self.moved_bytes)
 
     @abstractmethod
     def _gate_changed(self) -> None: ...
@@ -123,6 +176,8 @@ class ControlledDevice(ABC, Generic[S]):
     """A device that tests can hold, slow and fail."""
 
     kind: Kind
+    implementation: str = "threads of Python"
+    """What runs the streams, and why it is not something better: one line for reports."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -151,15 +206,16 @@ class ControlledDevice(ABC, Generic[S]):
     def snapshot(self) -> Mapping[str, int | float | str]:
         """Pieces of work by what became of them, over all streams."""
         with self._lock:
-            streams = list(self._streams.values())
+            counts = [stream.counts() for stream in self._streams.values()]
         return {
             "device": self.name,
             "kind": self.kind,
-            "streams": len(streams),
-            "submitted": sum(stream.submitted for stream in streams),
-            "finished": sum(stream.finished for stream in streams),
-            "failed": sum(stream.failed for stream in streams),
-            "moved_bytes": sum(stream.moved_bytes for stream in streams),
+            "implementation": self.implementation,
+            "streams": len(counts),
+            "submitted": sum(each.submitted for each in counts),
+            "finished": sum(each.finished for each in counts),
+            "failed": sum(each.failed for each in counts),
+            "moved_bytes": sum(each.moved_bytes for each in counts),
             "lost": int(self._lost is not None),
         }
 
@@ -192,6 +248,14 @@ class ControlledDevice(ABC, Generic[S]):
         """Let ``works`` pieces of work fail with ``error`` instead of being run, once ``after`` others have been run."""
         with self._lock:
             self._faults.append(_Fault(error, works, after, stream))
+
+    def listen(self) -> Listener | None:
+        """See `Device`."""
+        return None
+
+    def make_end(self) -> End:
+        """See `Device`."""
+        return Completion()
 
     def duration_s(self, stream: str, nbytes: int) -> float:
         """For the device: how long a piece of work shall last at least."""

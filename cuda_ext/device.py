@@ -6,8 +6,12 @@ virtual-time loop); CUDA devices follow the same contract, which `testing.device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from hicache_actors.transfer.completions import End
+    from hicache_actors.transfer.waits import LayerWaits
 
 
 @runtime_checkable
@@ -52,11 +56,26 @@ class Stream(Protocol):
 
     def submit(self, work: Work) -> Ticket: ...
 
+    def submit_layers(self, works: Sequence[Work], waits: LayerWaits, hold: Callable[[Ticket], None]) -> Ticket:
+        """A load: one piece of work a layer, in layer order -> a ticket that is done when all of it has ended.
+
+        ``waits`` tell of each layer when its bytes are in place, or of the failure of one.  ``hold`` gets the tickets that must
+        be done before the memory is anybody else's: each at once, for if a later layer cannot be submitted, what was submitted
+        before runs all the same.
+        """
+
     def wait_event(self, event: Event) -> None:
         """What is submitted later runs after ``event`` has fired."""
 
     def record(self) -> Ticket:
         """A ticket that is done when everything submitted so far has ended."""
+
+
+class Listener(Protocol):
+    """What wakes the coroutines of one loop.  On the loop's thread only."""
+
+    async def close(self, timeout_s: float) -> bool:
+        """Wait for what is in flight -> False if something was left, and has failed with `StoppedError`."""
 
 
 class Device(Protocol):
@@ -71,6 +90,15 @@ class Device(Protocol):
 
     def stream(self, name: str) -> Stream:
         """The stream of that name, made on first use."""
+
+    def listen(self) -> Listener | None:
+        """On a loop's thread: have the ends of this device wake the coroutines of that loop without a thread in between.
+
+        None where there is nothing to open; whoever opened it closes it, on the same loop, after the device.
+        """
+
+    def make_end(self) -> End:
+        """An end that anybody may finish, of the kind for which the device's own streams wait best."""
 
     def snapshot(self) -> Mapping[str, int | float | str]: ...
 

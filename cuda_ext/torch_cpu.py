@@ -11,7 +11,7 @@ import time
 from hicache_actors.cuda_ext.controls import Kind
 from hicache_actors.cuda_ext.device import Work
 from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
-from hicache_actors.transfer.completions import Completion
+from hicache_actors.transfer.completions import End
 
 
 class TorchCpuDevice(WorkerDevice["CpuStream"]):
@@ -19,8 +19,10 @@ class TorchCpuDevice(WorkerDevice["CpuStream"]):
 
     kind: Kind = "cpu"
 
-    def __init__(self, name: str = "cpu") -> None:
+    def __init__(self, name: str = "cpu", why: str = "asked for by name") -> None:
+        """``why``: for reports: why it is this one."""
         super().__init__(name)
+        self.implementation = f"threads of Python ({why})"
 
     def _make_stream(self, name: str) -> CpuStream:
         return CpuStream(name, self)
@@ -29,7 +31,7 @@ class TorchCpuDevice(WorkerDevice["CpuStream"]):
 class CpuStream(WorkerStream):
     """The thread does the work itself."""
 
-    def _run(self, work: Work, ticket: Completion) -> None:
+    def _run(self, work: Work, ticket: End) -> None:
         started_s = time.monotonic()
         work.run()
         rest_s = started_s + self._device.duration_s(self.name, work.nbytes) - time.monotonic()
@@ -37,5 +39,5 @@ class CpuStream(WorkerStream):
             time.sleep(rest_s)
         self._end(ticket)
 
-    def _record(self, ticket: Completion) -> None:
+    def _record(self, ticket: End) -> None:
         self._end(ticket)  # whatever came before has been run

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any, TypeVar
 
-from hicache_actors.cuda_ext.controls import ControlledDevice, ControlledStream
+from hicache_actors.cuda_ext.controls import ControlledDevice, CountingStream
 from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.errors import StoppedError, TransferError
-from hicache_actors.transfer.completions import POLL_S, Completion, has_fired, notify
+from hicache_actors.transfer.completions import POLL_S, Completion, End, has_fired, notify
 
 W = TypeVar("W", bound="WorkerStream")
 
@@ -40,11 +40,11 @@ class WorkerDevice(ControlledDevice[W]):
         return all(in_time)
 
 
-_Item = tuple[Completion | None, Work | None, Event | None]
+_Item = tuple[End | None, Work | None, Event | None]
 """(ticket, work to run or None for a record, event to wait for)."""
 
 
-class WorkerStream(ControlledStream):
+class WorkerStream(CountingStream):
     """One worker thread, started by the first item; `submit`, `wait_event` and `record` never block."""
 
     def __init__(self, name: str, device: WorkerDevice[Any]) -> None:
@@ -52,14 +52,14 @@ class WorkerStream(ControlledStream):
         self._device = device
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[_Item] = deque()
-        self._open: dict[Completion, Work | None] = {}  # taken from the queue, not ended
+        self._open: dict[End, Work | None] = {}  # taken from the queue, not ended
         self._stopping = False
         self._dropped: BaseException | None = None
         self._drops = 0
         self._wakes = 0  # so that a gate opened between asking and waiting is not missed
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work) -> Completion:
+    def submit(self, work: Work) -> End:
         ticket = self._make_ticket()
         self._put((ticket, work, None))
         return ticket
@@ -68,7 +68,7 @@ class WorkerStream(ControlledStream):
         if not has_fired(event):
             self._put((None, None, event))
 
-    def record(self) -> Completion:
+    def record(self) -> End:
         ticket = self._make_ticket()
         self._put((ticket, None, None))
         return ticket
@@ -110,23 +110,26 @@ class WorkerStream(ControlledStream):
 
     # -- what a kind of device adds: all on the worker thread ------------------------------------------------------------
 
-    def _make_ticket(self) -> Completion:
+    def _make_ticket(self) -> End:
         """Any thread."""
         return Completion()
 
     @abstractmethod
-    def _run(self, work: Work, ticket: Completion) -> None:
+    def _run(self, work: Work, ticket: End) -> None:
         """Do the work, or submit it; `_end` the ticket then, or later from any thread.  What is raised fails the ticket."""
 
     @abstractmethod
-    def _record(self, ticket: Completion) -> None:
+    def _record(self, ticket: End) -> None:
         """`_end` the ticket when all that was begun before has ended."""
 
     def _order_after(self, event: Event) -> bool:
-        """Whether what is submitted from now on runs after ``event`` without this thread having to wait for it."""
+        """Whether what is submitted from now on runs after ``event`` without this thread having to wait for it.
+
+        What is raised loses the device, here and when an event is asked.
+        """
         return False
 
-    def _end(self, ticket: Completion, error: BaseException | None = None) -> None:
+    def _end(self, ticket: End, error: BaseException | None = None) -> None:
         """Any thread.  A ticket that was dropped has failed already, and stays as it is."""
         with self._changed:
             if ticket not in self._open:
@@ -139,11 +142,6 @@ class WorkerStream(ControlledStream):
                 self.moved_bytes += work.nbytes
             self._changed.notify_all()
         ticket.finish(error)
-
-    def _begun(self, ticket: Completion) -> bool:
-        """Whether the ticket has been taken from the queue and has not ended or been dropped."""
-        with self._changed:
-            return ticket in self._open
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
@@ -179,12 +177,18 @@ class WorkerStream(ControlledStream):
                 if ticket is not None:
                     self._open[ticket] = work
             if event is not None:
-                if not self._order_after(event):
-                    self._await_event(event)
+                self._wait_for(event)
             elif ticket is not None and (work is None or self._pass_gate()):
                 self._take(work, ticket)
 
-    def _take(self, work: Work | None, ticket: Completion) -> None:
+    def _wait_for(self, event: Event) -> None:
+        try:
+            if not self._order_after(event):
+                self._await_event(event)
+        except Exception as error:
+            self._device.lose(TransferError(f"an event that stream {self.name} waits for failed: {error}"))
+
+    def _take(self, work: Work | None, ticket: End) -> None:
         try:
             if work is None:
                 self._record(ticket)
@@ -217,12 +221,9 @@ class WorkerStream(ControlledStream):
                 self._changed.notify_all()
 
         poll_s = None if notify(event, over) else POLL_S
-        try:
-            while not has_fired(event):
-                with self._changed:
-                    if self._dropped:
-                        return
-                    if waiting:
-                        self._changed.wait(poll_s)
-        except Exception as error:
-            self._device.lose(TransferError(f"an event that stream {self.name} waits for failed: {error}"))
+        while not has_fired(event):
+            with self._changed:
+                if self._dropped:
+                    return
+                if waiting:
+                    self._changed.wait(poll_s)

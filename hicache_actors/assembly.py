@@ -18,7 +18,7 @@ from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.core.words import Effect, Wake
 from hicache_actors.cuda_ext import open_device
-from hicache_actors.cuda_ext.device import Device
+from hicache_actors.cuda_ext.device import Device, Listener
 from hicache_actors.errors import ConfigError, PeerError, TransferError
 from hicache_actors.events import EventStream
 from hicache_actors.key_choice import layout_of
@@ -78,6 +78,7 @@ class Parts:
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
         self._sampler: Job | None = None
+        self._listener: Listener | None = None
         self.workers = Workers("hash", 2)
         self.forward_workers = Workers("forward", 4, max_lost=None)
         self.host_tier = HostTier(memory)
@@ -106,6 +107,7 @@ class Parts:
         await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
             self._sampler = self.system.spawn("loop_lag", self.loop_lag.run)
+        self._listener = self.device.listen()
         if self.disabled is not None:
             self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
@@ -120,6 +122,8 @@ class Parts:
         left += await self.storage_tier.close(limit_s)
         if not await self._close_device(limit_s):
             left.append("device copies")
+        if self._listener is not None:
+            await self._listener.close(limit_s)
         for workers in (self.workers, self.forward_workers):
             left += await workers.aclose(limit_s)
         if waiting := await self.pipelines.stop_draining():

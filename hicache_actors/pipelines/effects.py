@@ -72,7 +72,7 @@ class Pipelines:
         with self._lock:
             found = self._jobs.get(job)
             if found is None:
-                found = self._jobs[job] = OpenJob(job, self._board, self._layers)
+                found = self._jobs[job] = OpenJob(job, self._board, self._layers, self._movers.device.device.make_end)
             return found
 
     def wait_for(self, waiter: int, future: asyncio.Future[T], answer: Callable[[Any], T]) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from hicache_actors.core.words import Phase, Slots, encode_result
 from hicache_actors.errors import TransferError
 from hicache_actors.ranks import Board
-from hicache_actors.transfer.completions import Notifying
+from hicache_actors.transfer.completions import Completion, End, Notifying
 from hicache_actors.transfer.waits import LayerWaits
 
 
@@ -25,9 +25,10 @@ class OpenJob:
     Loop thread only, except where said.
     """
 
-    def __init__(self, job: int, board: Board, layers: int) -> None:
+    def __init__(self, job: int, board: Board, layers: int, make_end: Callable[[], End] = Completion) -> None:
+        """``make_end``: of the device that copies the layers."""
         self.job = job
-        self.waits = LayerWaits(layers)  #: of a load; any thread
+        self.waits = LayerWaits(layers, make_end)  #: of a load; any thread
         self.arrived_pages = 0  #: local progress, for display
         self.stopping = False  #: nobody wants the rest of this prefetch
         self.settled_pages: int | None = None  #: agreed RESULT

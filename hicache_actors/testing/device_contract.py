@@ -254,13 +254,14 @@ class DeviceContract:
 
     async def test_callbacks_are_called_once(self, device: ControlledDevice[Any]) -> None:
         called: list[str] = []
-        stream = device.stream("copy")
+        last = Completion()
         with device.gate("copy"):
-            ticket = stream.submit(Call(lambda: None))
+            ticket = device.stream("copy").submit(Call(lambda: None))
             ticket.add_callback(lambda: called.append("early"))
             ticket.add_callback(lambda: 1 // 0)
             ticket.add_callback(lambda: called.append("second"))
-        await fired(stream.submit(Call(lambda: None)))  # by then the thread is done with the callbacks
+            ticket.add_callback(last.finish)
+        await fired(last)  # not the ticket: who waits for it may be told before the callbacks are
         ticket.add_callback(lambda: called.append("late"))
         assert called == ["early", "second", "late"]
 

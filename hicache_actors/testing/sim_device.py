@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from hicache_actors.cuda_ext.controls import ControlledDevice, ControlledStream, Kind
+from hicache_actors.cuda_ext.controls import ControlledDevice, CountingStream, Kind
 from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.errors import StoppedError, TransferError, UsageError
 from hicache_actors.transfer.completions import POLL_S, Completion, has_fired, notify
@@ -33,6 +33,7 @@ class SimDevice(ControlledDevice["SimStream"]):
     """
 
     kind: Kind = "sim"
+    implementation = "timers of the loop"
 
     def __init__(self, name: str = "sim", *, gb_s: float | None = 10.0, latency_s: float = 20e-6) -> None:
         super().__init__(name)
@@ -63,7 +64,7 @@ _Item = tuple[SimTicket | None, Work | None, Event | None]
 """(ticket, work to run or None for a record, event to wait for)."""
 
 
-class SimStream(ControlledStream):
+class SimStream(CountingStream):
     """At most one piece of work has a timer at a time, so order holds however the loop orders its timers."""
 
     def __init__(self, name: str, device: SimDevice) -> None:

@@ -17,8 +17,8 @@ from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
 from hicache_actors.config import Config, Deadlines, HostConfig, HostLayout, ModelFacts, StorageConfig
 from hicache_actors.core.config import SlotOwner
+from hicache_actors.cuda_ext import open_cpu_device
 from hicache_actors.cuda_ext.controls import ControlledDevice
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope
 from hicache_actors.memory.kv import KVTensors
@@ -85,14 +85,19 @@ async def open_small(
     device_pages: int = 16,
     config: Config | None = None,
     backend: Backend | None = None,
+    device: ControlledDevice[Any] | None = None,
     slots: SlotOwner = "owned",
     driver: DriverKind = "auto",
     check_pools: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Small]:
-    """``settings`` are those of `small_config`.  When the block ends well, every pool must be whole."""
+    """``settings`` are those of `small_config`.  When the block ends well, every pool must be whole.
+
+    ``device``: default is the CPU device of this machine, or one of timers in virtual time.
+    """
     threads = not getattr(asyncio.get_running_loop(), "threadless", False)
-    device: ControlledDevice[Any] = TorchCpuDevice() if threads else SimDevice()
+    if device is None:
+        device = open_cpu_device() if threads else SimDevice()
     kv = KVTensors.make(SHAPE, device_pages)
     async with HiCache.open(
         config or small_config(**settings), kv, device=device, backend=backend, slots=slots, driver=driver

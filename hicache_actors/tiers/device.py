@@ -16,10 +16,7 @@ from hicache_actors.transfer.waits import LayerWaits
 
 
 class SubmitLoad(Ask[Ticket], frozen=True):
-    """Host to device, one copy a layer, in layer order -> the last one's ticket; ``waits`` follows them.
-
-    ``hold`` gets each ticket at once: if a later layer cannot be submitted, the earlier copies run all the same.
-    """
+    """Host to device, one copy a layer, in layer order -> a ticket for the end of all; see `Stream.submit_layers`."""
 
     plan: CopyPlan
     waits: LayerWaits
@@ -84,11 +81,8 @@ class DeviceTier(Actor):
 
     @handles(SubmitLoad)
     def _submit_load(self, message: SubmitLoad) -> Ticket:
-        for layer in message.plan.layers:
-            ticket = self._loads.submit(message.plan.work(range(layer, layer + 1)))
-            message.hold(ticket)
-            message.waits.follow(layer, ticket)
-        return ticket
+        works = [message.plan.work(range(layer, layer + 1)) for layer in message.plan.layers]
+        return self._loads.submit_layers(works, message.waits, message.hold)
 
     @handles(SubmitWriteBack)
     def _submit_write_back(self, message: SubmitWriteBack) -> Ticket:

@@ -1,6 +1,6 @@
 """Completions: something has finished.  Set from any thread, seen by threads, callbacks and coroutines.
 
-An engine event may be a `Completion` (every `Ticket` is one), a `threading.Event`, a `concurrent.futures.Future`, or anything
+An engine event may be an `End` (every `Ticket` is one), a `threading.Event`, a `concurrent.futures.Future`, or anything
 with ``query() -> bool``, such as ``torch.cuda.Event``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, runtime_checkable
 
@@ -42,8 +43,46 @@ class Queryable(Protocol):
     def query(self) -> bool: ...
 
 
-class Completion:
-    """Finished once, with or without an error.  Every method may be called from any thread."""
+class End(ABC):
+    """Finished once, with or without an error.  Every method may be called from any thread.
+
+    `Completion` is one in Python; devices with streams of their own bring another, for which no thread of Python is woken.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """Why it failed; None before the end and after success."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether it has finished, well or badly."""
+
+    @abstractmethod
+    def finish(self, error: BaseException | None = None) -> bool:
+        """End it, and have the callbacks called -> whether this call did.  Later calls change nothing."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block this thread until the end -> False on timeout.  Never on an event loop's thread."""
+
+    @abstractmethod
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once at the end, in the order in which they were added: on the thread that finishes it or tells of
+        it, or at once on this one if it has come already.
+
+        It must be short and must not block.  What it raises is logged: it must not stop the thread that calls.
+        """
+
+    def resolve(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        """Resolve ``future`` at the end, unless it is done by then.  Called on the thread of ``loop``."""
+        self.add_callback(lambda: _post(loop, future))
+
+
+class Completion(End):
+    """An end in Python: whoever finishes it wakes those who wait."""
 
     __slots__ = ("_callbacks", "_done", "_error", "_lock", "_waiter")
 
@@ -56,11 +95,9 @@ class Completion:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None before the end and after success."""
         return self._error
 
     def query(self) -> bool:
-        """Whether it has finished, well or badly."""
         return self._done
 
     def finish(self, error: BaseException | None = None) -> bool:
@@ -73,11 +110,10 @@ class Completion:
             if self._waiter is not None:
                 self._waiter.set()
         for callback in callbacks:
-            _call(callback)
+            call(callback)
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block this thread until the end -> False on timeout.  Never on an event loop's thread."""
         if self._done:
             return True
         with self._lock:
@@ -89,18 +125,15 @@ class Completion:
         return waiter.wait(timeout_s)
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` once at the end: on the finishing thread, or at once on this one if it has come already.
-
-        It must be short and must not block.  What it raises is logged: it must not stop the thread that finished.
-        """
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
                 return
-        _call(callback)
+        call(callback)
 
 
-def _call(callback: Callable[[], object]) -> None:
+def call(callback: Callable[[], object]) -> None:
+    """Call the callback of an end; what it raises is logged."""
     try:
         callback()
     except Exception:
@@ -109,7 +142,7 @@ def _call(callback: Callable[[], object]) -> None:
 
 def check_event(event: object) -> None:
     """Raises `UsageError` for what is no event.  Does not ask it."""
-    if isinstance(event, Completion):  # nearly all are; to ask whether a class has a protocol's methods takes 10 us
+    if isinstance(event, End):  # nearly all are; to ask whether a class has a protocol's methods takes 10 us
         return
     if not isinstance(event, Queryable | threading.Event | concurrent.futures.Future):
         raise UsageError(
@@ -120,7 +153,7 @@ def check_event(event: object) -> None:
 
 def has_fired(event: object) -> bool:
     """Ask once.  Raises `UsageError` for what is no event, and whatever the event's own ``query`` raises."""
-    if isinstance(event, Completion):
+    if isinstance(event, End):
         return event.query()
     check_event(event)
     if isinstance(event, Queryable):
@@ -136,7 +169,7 @@ def notify(event: object, callback: Callable[[], None]) -> bool:
 
     The callback runs on whichever thread finishes the event, or at once on this one.
     """
-    if isinstance(event, Completion | Notifying):
+    if isinstance(event, End | Notifying):
         event.add_callback(callback)
     elif isinstance(event, concurrent.futures.Future):
         event.add_done_callback(lambda _: callback())
@@ -154,12 +187,15 @@ async def fired(event: object) -> BaseException | None:
     if not _ask(event):
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        if notify(event, lambda: _post(loop, future)):
+        if isinstance(event, End):
+            event.resolve(loop, future)
+            await future
+        elif notify(event, lambda: _post(loop, future)):
             await future
         else:
             while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
                 await asyncio.sleep(POLL_S)
-    return event.error if isinstance(event, Completion | Ending) else None
+    return event.error if isinstance(event, End | Ending) else None
 
 
 async def all_fired(events: Iterable[object]) -> BaseException | None:

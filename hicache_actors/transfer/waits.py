@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from hicache_actors.errors import TransferError, UsageError
-from hicache_actors.transfer.completions import Completion, Ending, fired
+from hicache_actors.transfer.completions import Completion, End, Ending, fired
 
 
 class WaitingStream(Protocol):
     """A stream of a device."""
 
-    def wait_event(self, event: Completion) -> None: ...
+    def wait_event(self, event: End) -> None: ...
 
 
 class LayerWaits:
@@ -22,33 +24,45 @@ class LayerWaits:
     A load succeeds or fails as a whole: after `fail` every wait is over and answers False, whichever layers had come before.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._layers = tuple(Completion() for _ in range(layers))
+    def __init__(self, layers: int, make: Callable[[], End] = Completion) -> None:
+        """``make``: the kind of end that the device's streams can finish and wait for by themselves."""
+        self._count, self._make = layers, make
+        self._lock = threading.Lock()
+        self._made: tuple[End, ...] | None = None  # when first asked for: jobs of other kinds never need them
         self._error: BaseException | None = None
 
     @property
     def layers(self) -> int:
-        return len(self._layers)
+        return self._count
 
     @property
     def error(self) -> BaseException | None:
         """Why the load failed; None while it runs and after success."""
+        if self._error is None and self._made is not None:
+            self._error = self._made[-1].error  # a device that ends layers by itself fails the last one with any
         return self._error
+
+    def end(self, layer: int) -> End:
+        """For the device: what it shall finish when the layer's bytes are in place, or with the error of a copy that failed; then
+        with those of all layers behind it."""
+        return self._layers()[layer]
 
     def done(self, layer: int) -> bool:
         """Whether the layer has been copied and the load has not failed.  Never blocks."""
-        return self._layers[layer].query() and self._error is None
+        return self._layers()[layer].query() and self.error is None
 
     def set(self, layer: int) -> None:
         """The layer's bytes are in place.  Later calls, and calls after `fail`, change nothing."""
-        self._layers[layer].finish()
+        self._layers()[layer].finish()
 
     def fail(self, error: BaseException) -> None:
         """Release all waiters: the load has failed.  Once every layer is set it is too late, and nothing happens."""
-        if self._error is not None or all(layer.query() for layer in self._layers):
-            return
-        self._error = error
-        for layer in self._layers:
+        with self._lock:
+            if self.error is not None or (self._made is not None and all(layer.query() for layer in self._made)):
+                return
+            self._error = error
+            ends = self._made or ()
+        for layer in ends:
             layer.finish(error)
 
     def follow(self, layer: int, ticket: Ending) -> None:
@@ -60,27 +74,38 @@ class LayerWaits:
 
         A failed load releases the stream too: the verdict of the load, not the stream, says that its results are void.
         """
-        stream.wait_event(self._layers[layer])
+        stream.wait_event(self._layers()[layer])
 
     def wait(self, layer: int, timeout_s: float) -> bool:
         """Block a forward thread -> False on timeout (``error`` is None) or if the load has failed (``error`` says why).
 
         Raises `UsageError` only where it could never end: on the thread of a virtual-time loop, which would have to copy.
         """
-        completion = self._layers[layer]
+        completion = self._layers()[layer]
         if not completion.query():
             loop = asyncio._get_running_loop()
             if getattr(loop, "threadless", False):
                 raise UsageError(
                     "wait would stop the virtual-time loop that has to finish the copy: await ready(layer)"
                 )
-        return completion.wait(timeout_s) and self._error is None
+        return completion.wait(timeout_s) and self.error is None
 
     async def ready(self, layer: int) -> None:
         """Wait on the loop.  Raises `TransferError` if the load has failed.  Cancelling it harms no other waiter."""
-        await fired(self._layers[layer])
-        if self._error is not None:
-            raise TransferError(f"the load failed: {self._error}") from self._error
+        await fired(self._layers()[layer])
+        if self.error is not None:
+            raise TransferError(f"the load failed: {self.error}") from self.error
+
+    def _layers(self) -> tuple[End, ...]:
+        if self._made is None:
+            with self._lock:
+                if self._made is None:
+                    made = tuple(self._make() for _ in range(self._count))
+                    if self._error is not None:
+                        for layer in made:
+                            layer.finish(self._error)
+                    self._made = made
+        return self._made
 
     def _copied(self, layer: int, ticket: Ending) -> None:
         if ticket.error is None:

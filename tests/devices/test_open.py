@@ -1,20 +1,32 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from hicache_actors import cuda_ext
-from hicache_actors.cuda_ext import TorchCpuDevice, open_device
+from hicache_actors.cuda_ext import NativeCpuDevice, TorchCpuDevice, open_device
+from hicache_actors.cuda_ext.native.library import library
 from hicache_actors.errors import ConfigError
 
 
 def test_the_cpu_device_opens_by_name() -> None:
     device = open_device("cpu")
-    assert isinstance(device, TorchCpuDevice)
+    assert isinstance(device, TorchCpuDevice if library() is None else NativeCpuDevice)
     assert (device.name, device.kind) == ("cpu", "cpu")
     assert device.close(0.0)
+
+
+def test_without_the_native_library_python_copies_and_says_why() -> None:
+    code = (
+        "from hicache_actors.cuda_ext import open_cpu_device; device = open_cpu_device(); "
+        "print(type(device).__name__, device.snapshot()['implementation'], device.listen())"
+    )
+    environment = {**os.environ, "HICACHE_NATIVE": "off"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "TorchCpuDevice threads of Python (the native library is not in use: HICACHE_NATIVE=off) None" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "tpu", ""])

@@ -135,7 +135,7 @@ async def test_b023_no_page_is_saved_before_it_has_been_computed(anyio_backend: 
         for family in range(20):
             await quiet(small)
             asked = prompt(4, family=family)
-            submitted = write_backs.submitted
+            submitted = write_backs.counts().submitted
             lease, computed = small.cache.lease(asked, "r"), Completion()
             assert not isinstance(lease.allocate(len(asked)), Shortfall)
             scribble(small, lease)  # what an early copy would take
@@ -143,7 +143,7 @@ async def test_b023_no_page_is_saved_before_it_has_been_computed(anyio_backend: 
             lease.release()
             for _ in range(10):
                 await anyio.lowlevel.checkpoint()
-            assert write_backs.submitted == submitted
+            assert write_backs.counts().submitted == submitted
             token = small.model.forward(asked, lease.pages, 0, len(asked))
             computed.finish()
             assert (await small.cache.stored(asked, 10.0)).tokens == 4 * PAGE
@@ -202,7 +202,7 @@ async def test_b036_a_failed_part_of_a_load_does_not_free_the_page_under_its_oth
             lease, load = await _load(small, asked, "r")
             with pytest.raises(TransferError):
                 await load.ready(0)
-            assert small.device.stream("load").finished == 0
+            assert small.device.stream("load").counts().finished == 0
             verdict = await load.verdict()
             assert (verdict.valid_tokens, verdict.failed) == (0, "load_failed")
             lease.release()
@@ -232,14 +232,14 @@ async def test_b038_a_page_is_not_saved_before_its_own_load_has_landed(anyio_bac
         await clear_device(small)
         asked, computed = prompt(8), Completion()
         write_backs = small.device.stream("write_back")
-        submitted = write_backs.submitted
+        submitted = write_backs.counts().submitted
         with small.device.gate("load") as gate:
             lease, load = await _load(small, asked, "r")
             assert lease.usable_tokens == 4 * PAGE
             assert not isinstance(lease.allocate(len(asked) - lease.usable_tokens), Shortfall)
             lease.commit(len(asked), after=computed)
             await fired(gate.reached)
-            assert write_backs.submitted == submitted
+            assert write_backs.counts().submitted == submitted
         for layer in range(small.cache.kv.shape.layers):
             await load.ready(layer)
         token = small.model.forward(asked, lease.pages, lease.usable_tokens, len(asked))

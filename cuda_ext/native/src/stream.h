@@ -82,6 +82,7 @@ class Stream : public Wakeable, public std::enable_shared_from_this<Stream> {
   enum class External { none, offered, taken, ended };
 
   void main();
+  void pass(uint64_t ops);
   bool pass_event(Guard& guard);
   bool pass_gate(Guard& guard);
   void run(Guard& guard);
@@ -98,6 +99,8 @@ class Stream : public Wakeable, public std::enable_shared_from_this<Stream> {
   std::deque<Op> queue_;
   Op running_;
   bool has_running_ = false;  // false also when the running op was dropped: it has been told of then
+  bool busy_ = false;         // the thread is inside an op, dropped or not
+  uint64_t passed_later_ = 0;
   int32_t first_code_ = 0;    // of the submission that runs
   bool subscribed_ = false;   // to the event that the first op waits for
   bool started_ = false, stopping_ = false, exited_ = false;

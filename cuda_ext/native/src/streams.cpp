@@ -107,7 +107,7 @@ int64_t Stream::submit(const hic_op* ops, uint32_t count, hic_event* whole, uint
       changed_.notify_all();
       return number;
     }
-    passed_ += count;
+    pass(count);
   }
   for (Op& op : taken) {
     op.release();
@@ -203,7 +203,7 @@ void Stream::drop(int32_t code) {
                                                       [](const Op& op) { return op.kind != HIC_OP_WAIT; });
     failed_ += open;
     drops_ += open;
-    passed_ += dropped.size();
+    pass(dropped.size());
     subscribed_ = false;
     changed_.notify_all();
   }
@@ -264,7 +264,7 @@ void Stream::main() {
       changed_.wait(guard);
     } else if (queue_.front().kind == HIC_OP_WAIT) {
       if (!pass_event(guard)) continue;
-      ++passed_;
+      pass(1);
       queue_.pop_front();
       subscribed_ = false;
     } else if (!queue_.front().is_work() || pass_gate(guard)) {
@@ -274,6 +274,9 @@ void Stream::main() {
   exited_ = true;
   changed_.notify_all();
 }
+
+// Ops are over.  Those behind the op that runs count when it is over too: whoever frees memory goes by the number.
+void Stream::pass(uint64_t ops) { (busy_ ? passed_later_ : passed_) += ops; }
 
 // -> false if the lock was let go meanwhile: look again.
 bool Stream::pass_event(Guard& guard) {
@@ -314,7 +317,7 @@ bool Stream::pass_gate(Guard& guard) {
 void Stream::run(Guard& guard) {
   running_ = std::move(queue_.front());
   queue_.pop_front();
-  has_running_ = true;
+  has_running_ = busy_ = true;
   if (running_.first) first_code_ = 0;
   Op& op = running_;
   int32_t code = first_code_;  // a record inside a submission that has failed tells so as well
@@ -334,7 +337,9 @@ void Stream::run(Guard& guard) {
       if (later.event && later.kind != HIC_OP_WAIT) failed.emplace_back(EventHold(later.event), later.generation);
       if (later.last) break;
     }
-  ++passed_;
+  busy_ = false;
+  pass(1 + passed_later_);
+  passed_later_ = 0;
   Op over = std::move(running_);
   const int32_t whole = first_code_ != 0 ? first_code_ : code;
   guard.unlock();

@@ -1,0 +1,93 @@
+"""What wakes the coroutines of one event loop: one ring, one eventfd, one reader, whatever the number of waits and devices."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Final
+
+import structlog
+
+from hicache_actors.cuda_ext.native.events import Event
+from hicache_actors.cuda_ext.native.ring import CAPACITY, Counts, Ring
+from hicache_actors.errors import StoppedError
+
+log = structlog.get_logger(__name__)
+
+_RINGS: Final[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopRing]] = weakref.WeakKeyDictionary()
+
+
+def ring_of(loop: asyncio.AbstractEventLoop) -> LoopRing | None:
+    """The open ring of a loop."""
+    return _RINGS.get(loop)
+
+
+class LoopRing:
+    """Shared by all who `open` it on one loop, and closed by the last of them.  Called on the loop's thread only.
+
+    While nothing ends it costs nothing; while much ends, one wake-up of the loop resolves all that has ended until then.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int = CAPACITY) -> None:
+        """For `open`."""
+        self._loop = loop
+        self._ring: Ring[asyncio.Future[None]] = Ring(capacity)
+        self._users = 0
+        self._idle: asyncio.Future[None] | None = None
+        loop.add_reader(self._ring.fd, self._resolve)
+
+    @classmethod
+    def open(cls, capacity: int = CAPACITY) -> LoopRing:
+        """That of the running loop.  Raises `OSError` if there is no descriptor left."""
+        loop = asyncio.get_running_loop()
+        ring = _RINGS.get(loop)
+        if ring is None:
+            ring = _RINGS[loop] = cls(loop, capacity)
+        ring._users += 1
+        return ring
+
+    def watch(self, event: Event, future: asyncio.Future[None]) -> None:
+        """Resolve ``future`` when the event has ended, unless it is done by then."""
+        self._ring.add(event, future)
+
+    @property
+    def in_flight(self) -> int:
+        """Futures that wait."""
+        return len(self._ring)
+
+    def counts(self) -> Counts:
+        return self._ring.counts()
+
+    async def close(self, timeout_s: float) -> bool:
+        """Let go of it; the last user waits for what is in flight -> False if something was left after ``timeout_s``.
+
+        What is left fails with `StoppedError`.  Its event may end later: it then finds no descriptor of a stranger.
+        """
+        self._users -= 1
+        if self._users or _RINGS.get(self._loop) is not self:
+            return True
+        try:
+            if self.in_flight:
+                self._idle = self._loop.create_future()
+                async with asyncio.timeout(timeout_s):
+                    await self._idle
+        except TimeoutError:
+            log.warning("tickets_left_at_close", tickets=self.in_flight)
+        finally:
+            left = self._end() if not self._users else []
+        return not left
+
+    def _end(self) -> list[asyncio.Future[None]]:
+        del _RINGS[self._loop]
+        self._loop.remove_reader(self._ring.fd)
+        left = [future for future in self._ring.abandon() if not future.done()]
+        for future in left:
+            future.set_exception(StoppedError("the loop stopped listening before this had ended"))
+        return left
+
+    def _resolve(self) -> None:
+        for future in self._ring.take():
+            if not future.done():
+                future.set_result(None)
+        if self._idle is not None and not self._idle.done() and not self.in_flight:
+            self._idle.set_result(None)

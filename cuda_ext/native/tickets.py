@@ -1,0 +1,79 @@
+"""Tickets of native devices: ends that native threads finish, wait for and tell of without waking a thread of Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from hicache_actors.cuda_ext.native.events import ERRORS, Event, events
+from hicache_actors.cuda_ext.native.loops import ring_of
+from hicache_actors.errors import TransferError
+from hicache_actors.transfer.completions import End, call
+
+
+class Teller(Protocol):
+    """A thread of Python that calls back."""
+
+    def tell(self, ticket: NativeTicket, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once the ticket has ended."""
+
+
+class NativeTicket(End):
+    """One generation of a native event.
+
+    On a loop that has a `LoopRing`, a coroutine that waits is woken by it; elsewhere, and for callbacks, by the device's teller.
+    """
+
+    __slots__ = ("__weakref__", "_done", "_error", "_events", "_teller", "_why", "event")
+
+    def __init__(self, teller: Teller, why: Callable[[], str] | None = None) -> None:
+        """``why``: says in words why the last native call failed."""
+        self._events = events()
+        self.event: Event = self._events.take()
+        self._teller, self._why = teller, why
+        self._done = False
+        self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error if self.query() else None
+
+    def query(self) -> bool:
+        if not self._done and self._events.query(*self.event):
+            code = self._events.code(self.event[0])
+            if code > 0:
+                self._error = ERRORS.error(code)
+            elif code < 0:
+                self._error = TransferError("native work failed" if self._why is None else self._why())
+            self._why = None
+            self._done = True
+        return self._done
+
+    def finish(self, error: BaseException | None = None) -> bool:
+        """For ends that no stream ends, or that shall end before: the stream's own end then changes nothing."""
+        ended: int = self._events.finish(*self.event, 0 if error is None else ERRORS.code(error))
+        return ended == 1
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """The GIL is let go, and no thread of Python has to run for it to return."""
+        if not self._done:
+            self._events.wait(*self.event, -1 if timeout_s is None else int(timeout_s * 1e9))
+        return self.query()
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        if self.query():
+            call(callback)
+        else:
+            self._teller.tell(self, callback)
+
+    def resolve(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        ring = ring_of(loop)
+        if ring is None:
+            super().resolve(loop, future)
+        else:
+            ring.watch(self.event, future)
+
+    def __del__(self) -> None:
+        if hasattr(self, "event"):
+            self._events.give_back(self.event)  # where a stream still waits for it, it is not used again
