@@ -16,6 +16,10 @@ from hicache_actors.cuda_ext.native.library import Function, Library
 from hicache_actors.cuda_ext.native.structs import Plan, Stores
 from hicache_actors.errors import UsageError
 from hicache_actors.transfer.affine import AffineCopy, Kind, Loops
+from hicache_actors.transfer.engines import Engine
+
+ENGINES: Final[dict[Engine, int]] = {"kernel": 1, "direct": 2, "staged": 3}
+"""hic_engine."""
 
 _KINDS: Final[dict[Kind, int]] = {"affine": 0, "page": 1, "piece": 2}
 _RUN: Final = np.dtype([("source", np.uint64), ("target", np.uint64), ("bytes", np.uint64)])
@@ -40,6 +44,7 @@ class Copies:
         self._library = library
         self._check: Function = library.function("hic_plan_check", ctypes.c_int, plan)
         self._run = library.function("hic_copy_run", ctypes.c_int, plan, u32)
+        self._by = library.function("hic_copy_by", ctypes.c_int, plan, ctypes.c_int, ctypes.c_int, u32)
         self._list = library.function("hic_copy_list", ctypes.c_int64, plan, ctypes.c_int, ctypes.c_void_p, u64)
         self._runs = library.function("hic_copy_runs", ctypes.c_int, ctypes.c_void_p, u64, u32)
         self._grid = library.function("hic_copy_grid", ctypes.c_int, plan, u32, u32, u32, ctypes.c_void_p)
@@ -51,6 +56,10 @@ class Copies:
     def run(self, plan: Plan, threads: int = 1) -> None:
         """Move the bytes, by ``threads`` threads, the caller's among them."""
         self._checked(self._run(ctypes.byref(plan), threads))
+
+    def run_by(self, plan: Plan, engine: Engine, *, to_host: bool, threads: int = 1) -> None:
+        """Move the bytes as a GPU's engine would.  Raises `UsageError` for a pair of engine and plan that does not work."""
+        self._checked(self._by(ctypes.byref(plan), ENGINES[engine], to_host, threads))
 
     def merged(self, plan: Plan, *, by_target: bool) -> NDArray[Any]:
         """The plan as single copies (source, target, bytes), neighbours joined, sorted by the address of one side."""

@@ -20,10 +20,11 @@ from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.testing.copy_cases import Case, Sides, cases
+from hicache_actors.transfer.engines import whole_pages
 from hicache_actors.transfer.plan import CopyPlan
 
 ALL = list(cases())
-FEW = random.Random(3).sample(ALL, 50)
+FEW = random.Random(3).sample(ALL, 40)
 
 SHAPE = KVShape(layers=2, kv=2, heads=2, head_dim=16, dtype="bfloat16", page_size=4)
 
@@ -49,8 +50,11 @@ def check(copies: Copies, case: Case) -> None:
         "two threads": lambda plan: copies.run(plan, 2),
         "list": lambda plan: copies.run_list(copies.merged(plan, by_target=case.to_host)),
         "list by the other side": lambda plan: copies.run_list(copies.merged(plan, by_target=not case.to_host)),
+        "direct": lambda plan: copies.run_by(plan, "direct", to_host=case.to_host),
         "grid": lambda plan: on_a_grid(copies, plan, sides.target_bytes, chance),
     }
+    if whole_pages(copy):
+        ways["staged"] = lambda plan: copies.run_by(plan, "staged", to_host=True)
     for name, way in ways.items():
         sides.reset()
         for plan in structs:
@@ -76,6 +80,27 @@ def on_a_grid(copies: Copies, plan: Plan, target: torch.Tensor, chance: random.R
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_copies_equal_torch(copies: Copies, case: Case) -> None:
     check(copies, case)
+
+
+def test_staged_pages_pass_a_buffer_that_holds_some_of_them(copies: Copies) -> None:
+    """3 MiB a page, 4 MiB of buffer: a page at a time."""
+    shape = KVShape(layers=3, kv=2, heads=8, head_dim=128, dtype="float32", page_size=128)
+    case = Case(0, shape, "page_first", 4096, "contiguous", True, (0, 3), 4, True)
+    check(copies, case)
+
+
+def test_what_cannot_be_staged_is_refused(copies: Copies) -> None:
+    shape = KVShape(layers=3, kv=2, heads=2, head_dim=64, dtype="bfloat16", page_size=4)
+    for order, to_host, layers, words in (
+        ("layer_first", True, (0, 3), "whole pages: this is"),
+        ("page_first", True, (1, 2), "whole pages: this is"),
+        ("page_first", False, (0, 3), "to the host only"),
+    ):
+        copy = Sides(Case(0, shape, order, 0, "contiguous", to_host, layers, 2, True)).work().affine()  # type: ignore[arg-type]
+        assert not whole_pages(copy)
+        (plan,) = plans(copy)
+        with pytest.raises(UsageError, match=words):
+            copies.run_by(plan, "staged", to_host=to_host)
 
 
 @pytest.mark.native

@@ -4,6 +4,13 @@
 
 #include "../include/plan.h"
 
+/* How a plan is executed: on a GPU by driver.h, on the CPU by hic_copy_by. */
+enum hic_engine {
+  HIC_ENGINE_KERNEL = 1, /* every run, in the plan's order; on a GPU, its SMs read or write host memory themselves */
+  HIC_ENGINE_DIRECT = 2, /* merged runs, in the order of the host's addresses; on a GPU, by its copy engines */
+  HIC_ENGINE_STAGED = 3, /* write-backs: pages are put together in a buffer on the device, and leave it one piece each */
+};
+
 /* One copy of contiguous bytes. */
 struct hic_run {
   uint64_t source, target, bytes;
@@ -29,6 +36,10 @@ HIC_API int hic_copy_run(const struct hic_plan *plan, uint32_t threads);
  * by_target, else of the source's.  Writes at most `capacity` runs -> how many there are.  Call it with capacity 0 first,
  * or with plan->runs, which is always enough. */
 HIC_API int64_t hic_copy_list(const struct hic_plan *plan, int by_target, struct hic_run *runs, uint64_t capacity);
+
+/* What an engine does on a GPU, done on this thread and threads - 1 more: the same bytes in the same order.  `to_host`: the
+ * target is host memory.  HIC_INVALID for a pair of engine and plan that does not work. */
+HIC_API int hic_copy_by(const struct hic_plan *plan, int engine, int to_host, uint32_t threads);
 
 /* memcpy for each run of a list, in order, cut evenly among threads. */
 HIC_API int hic_copy_runs(const struct hic_run *runs, uint64_t count, uint32_t threads);

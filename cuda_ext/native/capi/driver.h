@@ -6,17 +6,11 @@
 #ifndef HICACHE_CAPI_DRIVER_H
 #define HICACHE_CAPI_DRIVER_H
 
-#include "../include/plan.h"
+#include "copy.h"
 
 enum hic_cuda_code {
   HIC_CUDA = -10,      /* the driver refused; the device works */
   HIC_CUDA_LOST = -11, /* the context is dead: every call fails from now on */
-};
-
-enum hic_cuda_engine {
-  HIC_ENGINE_KERNEL = 1, /* the SMs read or write host memory themselves */
-  HIC_ENGINE_DIRECT = 2, /* copy engines: one batched call, or a call for each merged run */
-  HIC_ENGINE_STAGED = 3, /* the SMs gather whole pages in a buffer on the GPU, copy engines take them to the host */
 };
 
 enum hic_cuda_notice {
@@ -40,7 +34,7 @@ struct hic_cuda_facts {
 };
 
 struct hic_cuda_how {
-  int32_t engine;      /* hic_cuda_engine */
+  int32_t engine;      /* hic_engine */
   int32_t to_host;     /* 1: device to host */
   int32_t notice;      /* hic_cuda_notice: who ends the event */
   uint32_t blocks;     /* of the kernel; 0: 2 */

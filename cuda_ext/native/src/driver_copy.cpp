@@ -8,6 +8,7 @@
 #include "error.h"
 #include "include/copy.h"
 #include "runs.h"
+#include "staging.h"
 
 namespace hic::cuda {
 namespace {
@@ -16,23 +17,6 @@ constexpr size_t BATCH_COPIES = 4096;               // of one cuMemcpyBatchAsync
 constexpr uint64_t STAGING_BYTES = 32u << 20;       // or one page, where that is more
 constexpr uint32_t BLOCK_THREADS = 1024;
 constexpr uint32_t DEFAULT_BLOCKS = 2;              // 128 KiB in flight, what a PCIe 5 link needs, and few SMs
-
-// A plan's loops with other extents of pages and pieces.
-hic_plan part_of(const hic_plan& plan, uint32_t first_page, uint32_t pages, uint32_t first_piece, uint32_t pieces) {
-  hic_plan part = plan;
-  part.source_pages += first_page * sizeof(uint32_t);
-  part.target_pages += first_page * sizeof(uint32_t);
-  part.pieces += first_piece * sizeof(hic_piece);
-  part.page_count = pages;
-  part.piece_count = pieces;
-  part.runs = 1;
-  for (uint32_t i = 0; i < part.levels; ++i) {
-    if (part.level[i].kind == HIC_PAGE) part.level[i].extent = pages;
-    if (part.level[i].kind == HIC_PIECE) part.level[i].extent = pieces;
-    part.runs *= part.level[i].extent;
-  }
-  return part;
-}
 
 uint32_t lanes_for(const hic_plan& plan) {
   const uint32_t units = plan.run_bytes / plan.unit_bytes;
@@ -173,61 +157,19 @@ int room_for(hic_cuda_stream* stream, uint64_t page_bytes) {
   return HIC_OK;
 }
 
-// The bytes of one page on the host side, counted from the first of them: [0, span), if they lie together.
-int page_span(const hic_plan& plan, uint64_t* first, uint64_t* span, uint64_t* page_stride) {
-  const hic_tables tables = hic_tables_of(plan);
-  uint64_t low = UINT64_MAX, high = 0;
-  for (uint32_t i = 0; i < plan.piece_count; ++i) {
-    low = std::min(low, tables.pieces[i].target);
-    high = std::max(high, tables.pieces[i].target);
-  }
-  uint64_t end = high + plan.run_bytes;
-  for (uint32_t i = 0; i < plan.levels; ++i) {
-    const hic_level& level = plan.level[i];
-    if (level.kind == HIC_AFFINE) {
-      if (level.target_stride < 0) return fail(HIC_INVALID, "the engine staged takes no negative strides");
-      end += static_cast<uint64_t>(level.target_stride) * (level.extent - 1);
-    }
-    if (level.kind == HIC_PAGE) *page_stride = static_cast<uint64_t>(level.target_stride);
-  }
-  *first = low;
-  *span = end - low;
-  const uint64_t moved = static_cast<uint64_t>(plan.runs / plan.page_count) * plan.run_bytes;
-  if (moved != *span)
-    return fail(HIC_INVALID, "the engine staged copies whole pages: this is %llu bytes of a stretch of %llu",
-                static_cast<unsigned long long>(moved), static_cast<unsigned long long>(*span));
-  return HIC_OK;
-}
-
 int by_staging(hic_cuda_stream* stream, const hic_plan& plan, const hic_cuda_how& how) {
   if (how.to_host == 0) return fail(HIC_INVALID, "the engine staged goes from the GPU to the host only");
-  uint64_t first = 0, span = 0, page_stride = 0;
-  int code = page_span(plan, &first, &span, &page_stride);
+  PageSpan page;
+  int code = page_span(plan, &page);
   if (code != HIC_OK) return code;
-  code = room_for(stream, span);
+  code = room_for(stream, page.bytes);
   if (code != HIC_OK) return code;
-  const hic_tables tables = hic_tables_of(plan);
-  const uint32_t room = static_cast<uint32_t>(std::min<uint64_t>(stream->staging_bytes / span, plan.page_count));
-  std::vector<hic_piece> pieces(tables.pieces, tables.pieces + plan.piece_count);
-  for (hic_piece& piece : pieces) piece.target = stream->staging + (piece.target - first);
-  std::vector<uint32_t> places(room);
-  for (uint32_t i = 0; i < room; ++i) places[i] = i;
-  std::vector<hic_run> runs;
-  uint32_t pages = 0;
-  for (uint32_t page = 0; page < plan.page_count; page += pages) {
-    pages = std::min(room, plan.page_count - page);
-    hic_plan gather = part_of(plan, page, pages, 0, plan.piece_count);
-    gather.pieces = reinterpret_cast<uint64_t>(pieces.data());
-    gather.target_pages = reinterpret_cast<uint64_t>(places.data());
-    for (uint32_t i = 0; i < gather.levels; ++i)
-      if (gather.level[i].kind == HIC_PAGE) gather.level[i].target_stride = static_cast<int64_t>(span);
-    code = by_kernel(stream, gather, how);
+  const Staging staging(plan, page, stream->staging, stream->staging_bytes);
+  for (uint32_t first = 0; first < plan.page_count; first += staging.room()) {
+    const uint32_t pages = std::min(staging.room(), plan.page_count - first);
+    code = by_kernel(stream, staging.gather(first, pages), how);
     if (code != HIC_OK) return code;
-    runs.clear();
-    for (uint32_t i = 0; i < pages; ++i)
-      runs.push_back({stream->staging + i * span, first + tables.target_pages[page + i] * page_stride, span});
-    std::sort(runs.begin(), runs.end(), [](const hic_run& a, const hic_run& b) { return a.target < b.target; });
-    code = by_runs(stream, runs, true);  // the next gather waits for them: one stream, one order
+    code = by_runs(stream, staging.deliver(first, pages), true);  // the next gather waits for them: one stream, one order
     if (code != HIC_OK) return code;
   }
   return HIC_OK;

@@ -37,6 +37,23 @@ void for_each_run(const hic_plan& plan, uint64_t first, uint64_t last, const Vis
   }
 }
 
+// Some of the pages and some of the pieces of a plan, as a plan.
+inline hic_plan part_of(const hic_plan& plan, uint32_t first_page, uint32_t pages, uint32_t first_piece, uint32_t pieces) {
+  hic_plan part = plan;
+  part.source_pages += first_page * sizeof(uint32_t);
+  part.target_pages += first_page * sizeof(uint32_t);
+  part.pieces += first_piece * sizeof(hic_piece);
+  part.page_count = pages;
+  part.piece_count = pieces;
+  part.runs = 1;
+  for (uint32_t i = 0; i < part.levels; ++i) {
+    if (part.level[i].kind == HIC_PAGE) part.level[i].extent = pages;
+    if (part.level[i].kind == HIC_PIECE) part.level[i].extent = pieces;
+    part.runs *= part.level[i].extent;
+  }
+  return part;
+}
+
 // Every run, neighbours on both sides joined, sorted by the address of one side: the host's, so that what crosses the bus
 // comes in long stretches.
 std::vector<hic_run> merged_runs(const hic_plan& plan, bool by_target);
