@@ -47,7 +47,7 @@ from hicache_actors.ranks_api import RankVerbs
 from hicache_actors.rooms import Room, WaitForRoom
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
 from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
-from hicache_actors.storage_switch import StorageSwitch, source_of
+from hicache_actors.storage_switch import StorageSwitch
 from hicache_actors.tiers.device import DeviceSnapshot
 from hicache_actors.tiers.host import HostSnapshot
 from hicache_actors.tiers.storage import StorageSnapshot
@@ -95,7 +95,7 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         self._parts = parts
         self._closing = self._closed = False
         self._asking = Asking(parts.driver, parts.pipelines)
-        self._switch = StorageSwitch(parts.storage_tier, self._asking.decided, parts.config.close_timeout_s)
+        self._switch = StorageSwitch(parts.storage_tier, self._asking, self._agreeing_s)
         self._rids = itertools.count(1)
         RankVerbs.__init__(self)
 
@@ -284,24 +284,28 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         It has ``deadline_s`` to open; what is used now goes on until then, and has as long to end what it has begun.  What the
         host holds is backed up in the background.  Cancelling this wait does not stop what has begun.
 
-        Raises `ConfigError` (a bad URL; a setting that storage needs is missing) or `BackendError` (it cannot be opened): then
-        nothing has changed.
+        With ranks it is the leader's, and takes a URL: each rank opens that for itself, and all use it from the same step on.
+
+        Raises `ConfigError` (a bad URL; a setting that storage needs is missing) or `BackendError` (it cannot be opened, on this
+        rank or on one that is named): then nothing has changed, on any rank.
         """
         self._check_open()
-        self._check_one_rank("attach_storage")
+        self._check_switch("attach_storage", store)
         if self._parts.disabled is not None:
             self._parts.log.warning("storage_not_attached", disabled_by=self._parts.disabled)
             return
-        await self._switch.attach(source_of(self._parts.config, self.kv.shape, store), deadline_s)
+        await self._switch.attach(self._parts.storage_tier.find(store), deadline_s)
 
     async def detach_storage(self, deadline_s: float) -> int:
         """Use no storage from here on.  What is stored stays there, and counts as not stored until a store is attached.
 
         What has begun may end for ``deadline_s``; then nobody waits for it any more, and no call is made any more -> calls that
         hang all the same: the host memory that they may touch stays theirs until they return.  0 without a storage.
+
+        With ranks it is the leader's; each rank has that time for its own calls, and the answer counts those of this one.
         """
         self._check_open()
-        self._check_one_rank("detach_storage")
+        self._check_switch("detach_storage")
         return await self._switch.detach(deadline_s)
 
     # -- observation ---------------------------------------------------------------------------------------------------
@@ -404,7 +408,7 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         self._closing = True
         pipelines = self._parts.pipelines
         self._asking.stop()
-        pipelines.stop_prefetches()
+        pipelines.stop_waits()
         limit_s = self._parts.config.close_timeout_s
         with anyio.move_on_after(limit_s + 2 * self._patience_s):
             if isinstance(self.driver, StepDriver):

@@ -83,7 +83,14 @@ class Parts:
         self.forward_workers = Workers("forward", 4, max_lost=None)
         self.host_tier = HostTier(memory)
         self.device_tier = DeviceTier(device, kv, memory, self._device_lost)
-        self.storage_tier = StorageTier(config.storage, self.host_tier, self.workers, source)
+        self.storage_tier = StorageTier(
+            config.storage,
+            self.host_tier,
+            self.workers,
+            source,
+            find=lambda store: source_of(config, kv.shape, store, group),
+            close_timeout_s=config.close_timeout_s,
+        )
         self.movers = Movers(
             self.device_tier,
             self.host_tier,
@@ -92,6 +99,7 @@ class Parts:
             deadlines=config.deadlines,
             storage_config=config.storage,
             page_size=config.page_size,
+            rank=0 if group is None else group.rank,
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)

@@ -14,7 +14,9 @@ from weakref import WeakValueDictionary
 
 import anyio
 
+from hicache_actors.asking import LAST_STEP_S
 from hicache_actors.assembly import Parts
+from hicache_actors.backends.backend import Backend
 from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Wake
 from hicache_actors.errors import PeerError, UsageError
@@ -176,9 +178,22 @@ class RankVerbs(Inside):
     def _patience_s(self) -> float:
         return 0.0 if self._parts.link is None else self._parts.link.sync.deadline_s
 
-    def _check_one_rank(self, verb: str) -> None:
-        if self._parts.link is not None:
-            raise UsageError(f"{verb} works on one rank; with more, choose the storage when the cache is opened")
+    @property
+    def _agreeing_s(self) -> float:
+        """How long an answer may be on its way from Core, beyond what it waits for."""
+        return LAST_STEP_S + self._patience_s
+
+    def _check_switch(self, verb: str, store: str | Backend = "") -> None:
+        """Raises `UsageError` where the storage is not switched: it is the leader's, for all ranks."""
+        link = self._parts.link
+        if link is None:
+            return
+        if not link.group.leads:
+            raise UsageError(f"{verb} is the leader's (rank 0), for all ranks")
+        if not isinstance(store, str):
+            raise UsageError(
+                f"{verb}: a backend does not travel to the other ranks; give a URL, which each of them opens"
+            )
 
 
 class _AgreedClock:

@@ -22,9 +22,9 @@ class Backlog:
         self.state, self.saving = state, saving
         self._job = 0  # that saves the last pages
 
-    def set_storage(self, attached: bool) -> None:
+    def set_storage(self, use: UseStorage) -> None:
         """See `Core.set_storage`.  What this section wanted saved goes to the old store still."""
-        state, tree = self.state, self.state.tree
+        state, tree, attached = self.state, self.state.tree, use.attached
         self.saving.end_backup()
         self.saving.retries.clear()
         for node in tree.table.values():
@@ -41,7 +41,7 @@ class Backlog:
             state.backlog.extend(sorted(on_host, key=lambda node: node.end))  # what most prompts share comes first
         state.changed = True
         state.note(Note.STORAGE, state.storage_epoch, attached)
-        state.effects.append(UseStorage(attached))
+        state.effects.append(use)
         self.work_off()
 
     def work_off(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.changes import Changes
@@ -13,7 +14,7 @@ from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.waiting import Waiting
-from hicache_actors.core.words import PolicyRefused, Shortfall, Tokens
+from hicache_actors.core.words import PolicyRefused, Shortfall, Tokens, UseStorage
 
 
 class BlockCalls:
@@ -87,7 +88,9 @@ class OperatorCalls:
     """What is asked and decided about the cache itself while it runs."""
 
     state: State
+    _attaching: Attaching
     _backlog: Backlog
+    _waiting: Waiting
 
     def explain(self, tokens: Tokens) -> Explanation:
         """Where each span of the prompt is, or why it is nowhere.  Changes nothing."""
@@ -111,14 +114,23 @@ class OperatorCalls:
         if self.state.residents.changes is not None:
             self.state.residents.changes.tell(nodes)
 
-    def set_storage(self, attached: bool) -> None:
+    def attach(self, number: int, url: str, deadline_s: float) -> int:
+        """Each rank opens a store within ``deadline_s``; all use it from the same step on, or none does -> waiter.
+
+        ``Wake(waiter, Attached)``.  `cancel_waiter` withdraws it.
+        """
+        waiter = self._waiting.next_waiter()
+        self._attaching.open(waiter, number, url, deadline_s)
+        return waiter
+
+    def set_storage(self, attached: bool, deadline_s: float = 0.0) -> None:
         """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
 
         Nothing counts as stored any more, O(nodes).  With a store, what the host holds is backed up, paths from their roots, one
         job at a time.  Open storage jobs run on at the store that they began with: what they bring is published, what they save
         does not count.
         """
-        self._backlog.set_storage(attached)
+        self._backlog.set_storage(UseStorage(attached, deadline_s=deadline_s))
 
     def set_write_policy(self, policy: WritePolicy) -> PolicyRefused | None:
         """Save by another policy from now on -> None, or why not now.

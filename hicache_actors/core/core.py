@@ -6,8 +6,8 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 
 Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
 and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
-and backup in `saving` and `cleaning`, what a new store lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in
-`waiting`.
+and backup in `saving` and `cleaning`, which store is used in `attaching`, what a new one lacks in `backlog`, blocks of the engine's
+own in `blocks`, waiters in `waiting`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from hicache_actors.core import check as _check
 from hicache_actors.core import usage as _usage
+from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.calls import BlockCalls, OperatorCalls, RoomCalls
@@ -58,6 +59,7 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         self._evictor = Evictor(self.state)
         self._saving = Saving(self.state)
         self._backlog = Backlog(self.state, self._saving)
+        self._attaching = Attaching(self.state, self._backlog)
         self._fetches = Fetches(self.state)
         self._rooms = Rooms(self.state)
         self._loads = Loads(self.state, self._rooms)
@@ -324,8 +326,11 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         return self._waiting.pages_left()
 
     def cancel_waiter(self, waiter: int) -> object:
-        """Drop a waiter of `stored` or `drained` -> its answer as of now (reason "pending" if more may come); None if unknown."""
-        return self._waiting.cancel(waiter)
+        """Drop a waiter of `stored`, `drained` or `attach` -> its answer as of now (reason "pending" if more may come); None if
+        unknown.
+        """
+        answer = self._waiting.cancel(waiter)
+        return self._attaching.cancel(waiter) if answer is None else answer
 
     # -- the whole ----------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Note(enum.IntEnum):
     ACQUIRE = 18
     STORAGE = 19
     POLICY = 20
+    ATTACH = 21
     LOOKUP = 30
     SAVE = 31
     FINISH = 32

@@ -193,6 +193,11 @@ class Waiting:
         self.state.changed = True
         return self._last
 
+    def next_waiter(self) -> int:
+        """A number for a waiter that is kept elsewhere."""
+        self._last += 1
+        return self._last
+
     def room(self, n_tokens: int, deadline_s: float | None) -> int:
         self.leases.loads.rooms.ask(self._last + 1, n_tokens, deadline_s)
         self._last += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 
@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
     LIMBO = 2  #: RESULT is agreed; copies or reads may still touch its slots
 
 
-JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain"]
+JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain", "attach"]
 Failure: TypeAlias = Literal["load_failed", "twin_failed", "reset", "degraded"]
 
 
@@ -50,6 +50,21 @@ def pack_slots(slots: Iterable[int]) -> Slots:
 
 def unpack_slots(slots: Slots) -> list[int]:
     return memoryview(slots).cast("I").tolist()
+
+
+NotOpened: TypeAlias = Literal["refused", "failed", "late", "stopped"]
+"""Why a rank has no store ready: its settings or the URL do not fit; the store failed; it has not opened in time; nobody wants it
+any more."""
+
+OPENED: Final = 1 << 32
+"""RESULT of an attach on a rank whose store is ready; each `not_opened` is less, so MIN takes the first rank that has none."""
+
+_NOT_OPENED: Final[tuple[NotOpened, ...]] = get_args(NotOpened)
+
+
+def not_opened(rank: int, why: NotOpened) -> int:
+    """RESULT of an attach on rank ``rank``, whose store is not ready.  0 is left to ranks that give up all they have open."""
+    return 1 + rank * len(_NOT_OPENED) + _NOT_OPENED.index(why)
 
 
 def encode_result(pages: int, *, sound: bool = True) -> int:
@@ -130,6 +145,26 @@ class Committed(msgspec.Struct, frozen=True):
     published_pages: int
     private_pages: int
     failed: Failure | None = None
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """What became of an attach: ``refused`` is None if the store is used from here on, on all ranks; else nothing has changed.
+
+    ``rank``: the first one that has no store ready, if it has said so.  "given_up": a rank whose cache is failing.
+    """
+
+    refused: NotOpened | Literal["given_up", "degraded"] | None = None
+    rank: int | None = None
+
+
+def attached(value: int) -> Attached:
+    """An agreed RESULT of an attach."""
+    if value >= OPENED:
+        return Attached()
+    if value < 1:
+        return Attached("given_up")
+    rank, why = divmod(value - 1, len(_NOT_OPENED))
+    return Attached(_NOT_OPENED[why], rank)
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -240,13 +275,28 @@ class Wake(msgspec.Struct, frozen=True):
     value: object
 
 
-class UseStorage(msgspec.Struct, frozen=True):
-    """Storage jobs started from here on are about the store that has been made ready (``attached``), or there will be none.
+class StartAttach(msgspec.Struct, frozen=True):
+    """Open a store beside the one in use; RESULT is `OPENED` or `not_opened`.  Keep it for `UseStorage`, close it if 0 is settled.
 
-    Those started before go on at the store that they began with.
+    ``number`` names the attach where it was asked for; the other ranks go by ``url``.
+    """
+
+    job: int
+    number: int
+    url: str
+    deadline_s: float
+
+
+class UseStorage(msgspec.Struct, frozen=True):
+    """Storage jobs started from here on are about the store that was opened for attach ``number``; or there are none, if not
+    ``attached``.
+
+    Those started before have ``deadline_s`` to end at the store that they began with.
     """
 
     attached: bool
+    number: int = 0
+    deadline_s: float = 0.0
 
 
 Effect: TypeAlias = (
@@ -260,6 +310,7 @@ Effect: TypeAlias = (
     | StopJob
     | Forget
     | Wake
+    | StartAttach
     | UseStorage
     | Changed
 )

@@ -17,6 +17,7 @@ from hicache_actors.core.words import (
     Forget,
     Grant,
     Settled,
+    StartAttach,
     StartBackup,
     StartDrain,
     StartLoad,
@@ -27,6 +28,7 @@ from hicache_actors.core.words import (
     Wake,
 )
 from hicache_actors.errors import HiCacheError, StoppedError
+from hicache_actors.pipelines.attach import attach
 from hicache_actors.pipelines.backup import backup
 from hicache_actors.pipelines.job import OpenJob, run_job
 from hicache_actors.pipelines.load import load
@@ -39,7 +41,7 @@ from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.completions import fired
 
 T = TypeVar("T")
-S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup)
+S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartAttach)
 
 
 class Pipelines:
@@ -109,8 +111,8 @@ class Pipelines:
                 future.set_exception(StoppedError("the cache has been closed"))
                 future.exception()  # a caller that is being cancelled does not ask for it any more
 
-    def stop_prefetches(self) -> None:
-        """Locally: each fetch ends between batches with what it has."""
+    def stop_waits(self) -> None:
+        """Locally: each fetch ends between batches with what it has, and no store is opened any more."""
         for job in list(self._jobs.values()):
             job.stop()
 
@@ -159,8 +161,10 @@ class Pipelines:
                     self._wake(effect)
                 case Changed():
                     self.on_changed(effect)
+                case StartAttach():
+                    self._spawn("attach", attach, effect)
                 case UseStorage():
-                    self._movers.storage.switch(effect.attached)
+                    self._movers.storage.switch(effect)
 
     def _spawn(
         self,

@@ -33,7 +33,9 @@ class Movers:
         deadlines: Deadlines,
         storage_config: StorageConfig,
         page_size: int,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank  #: this one's number among those that agree
         self.device, self.host, self.storage = device, host, storage
         self.deadlines, self.page_size = deadlines, page_size
         self._workers, self._storage_config = workers, storage_config

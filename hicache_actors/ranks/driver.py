@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 from hicache_actors.core.words import (
     Effect,
     Forget,
+    StartAttach,
     StartBackup,
     StartDrain,
     StartLoad,
@@ -30,7 +31,7 @@ T = TypeVar("T")
 Intent: TypeAlias = Callable[[Any], object]
 """Called with Core inside a section; it must not raise."""
 
-_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain)
+_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain, StartAttach)
 
 
 class Replica(Protocol):

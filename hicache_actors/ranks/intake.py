@@ -7,7 +7,7 @@ from collections import deque
 from functools import partial
 
 from hicache_actors.core import CoreLease
-from hicache_actors.core.words import Shortfall
+from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.errors import UsageError
 from hicache_actors.ranks import intents
 from hicache_actors.ranks.driver import Intent
@@ -77,7 +77,7 @@ class Intake:
         for number in [number for number, known in self._asked.items() if known == waiter]:
             if isinstance(answer, CoreLease):
                 self._leases[number] = answer
-            elif isinstance(answer, int | tuple | Shortfall):
+            elif not isinstance(answer, CoreRoom):
                 del self._asked[number]
 
     def give_up(self) -> list[Intent]:

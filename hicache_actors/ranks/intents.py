@@ -66,6 +66,24 @@ class AskRoom(Told, frozen=True):
         asked[self.number] = core.room(self.n_tokens, self.deadline_s)
 
 
+class AskAttach(Told, frozen=True):
+    number: int
+    url: str
+    deadline_s: float
+
+    def run(self, core: Core, asked: Asked) -> None:
+        asked[self.number] = core.attach(self.number, self.url, self.deadline_s)
+
+
+class Detach(Told, frozen=True):
+    """What has begun at the store may end for ``deadline_s``, on each rank."""
+
+    deadline_s: float
+
+    def run(self, core: Core, asked: Asked) -> None:
+        core.set_storage(False, self.deadline_s)
+
+
 class LeaveRoom(Told, frozen=True):
     """Who asked for room has gone, or has done with it."""
 
@@ -144,6 +162,8 @@ AnyTold: TypeAlias = (
     | AskStored
     | AskDrained
     | AskRoom
+    | AskAttach
+    | Detach
     | LeaveRoom
     | TakeBack
     | Release

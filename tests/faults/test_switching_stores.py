@@ -387,11 +387,11 @@ def test_who_asked_for_it_may_go() -> None:
 
 def test_closing_ends_an_attach_that_hangs() -> None:
     async def main() -> None:
-        async with open_small(close_timeout_s=1.0) as small:
+        async with open_small(close_timeout_s=1.0, check_pools=False) as small:
             attaching = asyncio.ensure_future(small.cache.attach_storage(Shut("hangs"), deadline_s=100.0))
             await asyncio.sleep(0.1)
-        assert now_s() < 10.0
-        with pytest.raises(asyncio.CancelledError):
+        assert now_s() < 2.0
+        with pytest.raises(StoppedError):
             await attaching
 
     run_checked(main, None)

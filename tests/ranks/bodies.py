@@ -17,11 +17,11 @@ import msgspec
 from hicache_actors.api import HiCache
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Fault, Faulty, Slow, Verb, at_random
+from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb, at_random
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
-from hicache_actors.errors import ConfigError, PeerError, TransferError, UsageError
+from hicache_actors.errors import BackendError, ConfigError, PeerError, TransferError, UsageError
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.ranks import StepDriver
 from hicache_actors.ranks.gloo import GlooTransport
@@ -285,6 +285,68 @@ async def close_and_drain(rank: int, pipe: Connection, size: int, port: int, kin
         core, driver = cache.core, cache.driver
     assert driver.failure is None, driver.failure
     return left, rounds, core.log_digest, dict(core.usage().jobs)
+
+
+class Shut(MemoryBackend):
+    async def open(self) -> None:
+        raise BackendError("planted: it is shut")
+
+
+async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any, folder: str) -> Any:
+    """The leader's operator attaches, replaces and detaches stores beside requests; the last rank cannot open one of them."""
+    engines_own = GlooTransport(group_of(rank, size, ports[1]))
+    hung = Hanging(MemoryBackend(), ("exists", "read", "write"))
+    hung.release()
+    async with open_rank(group_of(rank, size, ports[0], kind), backend=hung, device_pages=24) as cache:
+        storage, answers = cache.movers.storage, list[str]()
+        find = storage.find
+        storage.find = lambda store: find(Shut() if rank == size - 1 and store == "memory://shut" else store)
+
+        async def operator() -> None:
+            try:
+                await cache.attach_storage("memory://shut")
+            except BackendError as error:
+                answers.append(str(error))
+            assert storage.store is not None
+            answers.append(storage.store.url)
+            hung.hang_again()
+            await cache.attach_storage(f"file://{folder}/first", deadline_s=2.0)
+            answers.append(str((await cache.stored(prompt(3), 20.0)).tokens))
+            answers.append(str(await cache.detach_storage(20.0)))
+            await cache.attach_storage(f"file://{folder}/second")
+            answers.append(str(await cache.drain(20.0)))
+
+        task = asyncio.ensure_future(operator()) if rank == 0 else None
+        steps, went_on = 0, True
+        while went_on:
+            await cache.wait_intake_async(0.0)
+            await one_request(cache, f"r{steps}", family=0)
+            steps += 1
+            done = b"\1" if task is not None and task.done() else b""
+            flight = engines_own.broadcast(done, 10.0)
+            went_on = not await asyncio.get_running_loop().run_in_executor(None, flight.result, 10.0)
+        if task is not None:
+            await task
+        assert cache.driver.failure is None, cache.driver.failure
+        hung.release()
+        await settle(cache)
+        await cache.begin_step_async()
+        cache.driver.decide(Core.reset)
+        fetch = cache.prefetch(prompt(3), "again", deadline_s=20.0)
+        cache.end_step()
+        while not fetch.settled:
+            await step(cache)
+        await cache.begin_step_async()
+        lease = cache.lease(prompt(3), "again")
+        lease.load()
+        account = msgspec.to_builtins(lease.account)
+        lease.release()
+        cache.end_step()
+        await settle(cache)
+        assert storage.store is not None
+        digest, last = cache.core.log_digest, storage.store.url
+    engines_own.close()
+    return (digest, account, last), answers
 
 
 class Trouble(msgspec.Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hicache_actors.ranks.group import TransportKind
@@ -34,3 +36,18 @@ def test_frontends_act_on_the_leader_and_all_ranks_follow(four: Crew, kind: Tran
     assert seen[0] == ("acquired", "a", 0)
     assert (seen[1].tokens, seen[1].reason) == (12, None)
     assert "the leader's" in other[3][0]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_stores_are_switched_on_all_ranks_or_on_none(four: Crew, kind: TransportKind, tmp_path: Path) -> None:
+    answers = four.run(bodies.switch_stores, 2, [free_port(), free_port()], kind, str(tmp_path), size=2)
+    (agreed, said), (also_agreed, nothing) = answers
+    assert agreed == also_agreed
+    refused, kept, *others = said
+    assert "rank 1 could not open it" in refused
+    assert "nothing has changed" in refused
+    assert kept == "Hanging"
+    assert others == ["12", "0", "0"], "stored in the first; no call hangs in it; all is stored in the second"
+    assert nothing == []
+    assert agreed[1]["storage"] == 12, agreed[1]
+    assert agreed[2] == f"file://{tmp_path}/second"

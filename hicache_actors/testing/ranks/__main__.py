@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="run this many seeds, from --seed on")
     parser.add_argument("--trouble", choices=get_args(Trouble), help="what befalls one rank (drawn from the seed)")
     for field in msgspec.structs.fields(RankOptions):
-        if field.name != "trouble":
+        if field.default is False:
+            parser.add_argument(f"--{field.name}", action="store_true")
+        elif field.name != "trouble":
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     given = vars(parser.parse_args(arguments))
     seeds = given.pop("seeds")

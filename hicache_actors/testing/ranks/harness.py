@@ -106,6 +106,8 @@ class RankHarness:
                 await engine.step("reset")
                 self._compare(rank)
                 worlds.start_soon(rank.misbehave)
+                if self.options.operator and rank.number == 0:
+                    worlds.start_soon(rank.operate)
             if engine.steps == self.options.troubled_step and rank.number == self.options.troubled_rank:
                 self._make_trouble(rank)
                 if self.trouble == "crash":
@@ -146,7 +148,9 @@ class RankHarness:
             self._decisions.append((rank.number, decisions))
             return
         first, expected = self._decisions[at]
-        for name, ours, theirs in zip(("log", "needs_step", "usage", "answers"), decisions, expected, strict=True):
+        for name, ours, theirs in zip(
+            ("log", "needs_step", "usage", "answers", "store"), decisions, expected, strict=True
+        ):
             if ours != theirs:
                 self._found("diverged", rank, f"{name}: {ours}, on rank {first} {theirs}")
                 assert self._failure is not None

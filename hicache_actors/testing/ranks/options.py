@@ -18,7 +18,8 @@ FailureKind: TypeAlias = Literal["diverged", "wrong bytes", "freed early", "hang
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``steps`` of ``ranks`` ranks in ``lag`` pipeline stages; rounds are applied so many steps later.
 
-    ``trouble`` None: drawn from the seed.  Pages: what every rank has at least.
+    ``trouble`` None: drawn from the seed.  Pages: what every rank has at least.  ``operator``: somebody attaches, replaces and
+    detaches stores meanwhile, on the leader; some of them do not open on some rank.
     """
 
     seed: int = 0
@@ -28,12 +29,13 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_pages: int = 18
     host_pages: int = 20
     trouble: Trouble | None = None
+    operator: bool = False
     round_deadline_s: float = 4.0
 
     def command(self) -> str:
         """The shell command that runs this again."""
         parts = [
-            f"--{name.replace('_', '-')} {value}"
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             for name, value in msgspec.structs.asdict(self).items()
             if name == "seed" or value != getattr(_USUAL, name)
         ]

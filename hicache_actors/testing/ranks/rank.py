@@ -5,27 +5,51 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 import anyio
+import msgspec
 
 from hicache_actors.api import HiCache
+from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb, at_random
+from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb, Wrapper, at_random
 from hicache_actors.config import Deadlines
 from hicache_actors.core.words import Effect, Grant, StartBackup, StartDrain, StartLoad, StartWriteBack
-from hicache_actors.errors import BackendError, PeerError, TransferError
+from hicache_actors.errors import BackendError, PeerError, StoppedError, TransferError
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.ranks import StepDriver
+from hicache_actors.storage_switch import source_of
 from hicache_actors.testing.ranks.engine import ScriptedEngine
 from hicache_actors.testing.ranks.network import SimTransport
 from hicache_actors.testing.ranks.options import RankOptions
 from hicache_actors.testing.sim_device import SimDevice
 from hicache_actors.testing.small import SHAPE, small_config
 from hicache_actors.testing.toy_model import ToyModel
+from hicache_actors.tiers.storage import Source
 
 _STREAMS: Final = ("load", "write_back")
 _TOUCHING: Final = (StartLoad, StartWriteBack, StartBackup, StartDrain, Grant)
+
+
+DoorKind: TypeAlias = Literal["open", "slow", "shut", "hung"]
+
+
+class Door(Wrapper):
+    """A store that opens at once, slowly, not at all, or never answers."""
+
+    def __init__(self, inner: Backend, kind: DoorKind, draw: random.Random) -> None:
+        super().__init__(inner)
+        self._kind, self._draw = kind, draw
+
+    async def open(self) -> None:
+        if self._kind == "slow":
+            await anyio.sleep(self._draw.expovariate(1 / 0.1))
+        elif self._kind == "hung":
+            await anyio.sleep(1000.0)
+        elif self._kind == "shut":
+            raise BackendError("planted: it is shut")
+        await super().open()
 
 
 class SimRank:
@@ -43,7 +67,9 @@ class SimRank:
         self.device = SimDevice(f"sim{number}")
         self.device.throttle(self.local.choice((0.001, 0.01, 1.0)), self.local.choice((1e-5, 1e-3)))
         self.objects = MemoryBackend()  #: what its store holds
-        self.store = self._store()
+        self.others: dict[str, MemoryBackend] = {}  #: what the stores hold that the operator attaches, by URL
+        self.store = self._store(self.objects)
+        self.door: DoorKind | None = None  #: how those open here; None: drawn
         self.freed_early: list[int] = []  #: jobs that left Core while their copies or reads still ran here
         self._transport = transport
 
@@ -67,6 +93,7 @@ class SimRank:
         ) as self.cache:
             self._skew_clock()
             self._watch_jobs()
+            self.cache.movers.storage.find = self._find
             self.engine = ScriptedEngine(self.cache, ToyModel(kv), options.seed, self.local, self._begin)
             yield self
 
@@ -82,25 +109,29 @@ class SimRank:
     async def misbehave(self) -> None:
         """What happens on this rank only, until it is cancelled."""
         draw = self.local
+        while True:
+            await anyio.sleep(draw.expovariate(1 / 0.2))
+            kind = draw.randrange(6)
+            if kind == 0:
+                with self.device.gate(draw.choice(_STREAMS)):  # copies hang, maybe past their deadline
+                    await anyio.sleep(draw.expovariate(1 / 0.6))
+            elif kind == 1:
+                self.device.fail_next(TransferError("injected"))
+            elif kind == 2:
+                await self._hang(draw.expovariate(1 / 0.5))
+            elif kind == 3:
+                listed = self.objects.keys()
+                lost = [key async for key in listed if draw.random() < 0.1]
+                await self.objects.delete(lost)
+
+    async def _hang(self, seconds: float) -> None:
+        """The store that was made last."""
+        hanging = self.hanging
+        hanging.hang_again()
         try:
-            while True:
-                await anyio.sleep(draw.expovariate(1 / 0.2))
-                kind = draw.randrange(6)
-                if kind == 0:
-                    with self.device.gate(draw.choice(_STREAMS)):  # copies hang, maybe past their deadline
-                        await anyio.sleep(draw.expovariate(1 / 0.6))
-                elif kind == 1:
-                    self.device.fail_next(TransferError("injected"))
-                elif kind == 2:
-                    self._hanging.hang_again()
-                    await anyio.sleep(draw.expovariate(1 / 0.5))
-                    self._hanging.release()
-                elif kind == 3:
-                    listed = self.objects.keys()
-                    lost = [key async for key in listed if draw.random() < 0.1]
-                    await self.objects.delete(lost)
+            await anyio.sleep(seconds)
         finally:
-            self._hanging.release()
+            hanging.release()
 
     def slow_store(self, latency_s: float) -> None:
         """Each call to its store takes so long, at least."""
@@ -109,12 +140,55 @@ class SimRank:
     def decisions(self) -> tuple[object, ...]:
         """What must be equal on all ranks after a step."""
         core = self.cache.core
-        return core.log_digest, self.cache.needs_step, core.usage(), self.engine.trace[-1]
+        store = self.cache.movers.storage.store
+        return core.log_digest, self.cache.needs_step, core.usage(), self.engine.trace[-1], store and store.url
+
+    async def operate(self) -> None:
+        """The leader's: attach, replace and detach stores, until it is cancelled or the cache is closed."""
+        draw, stats = self.local, self.engine.stats
+        while True:
+            await anyio.sleep(draw.expovariate(1 / 0.3))
+            try:
+                if draw.random() < 0.25:
+                    await self.cache.detach_storage(draw.uniform(0.05, 1.0))
+                    stats["store detached"] += 1
+                else:
+                    url = f"memory://{draw.randrange(3)}"
+                    await self.cache.attach_storage(url, deadline_s=draw.choice((0.1, 1.0)))
+                    stats["store attached"] += 1
+            except BackendError:
+                stats["store refused"] += 1
+            except StoppedError:
+                return
 
     async def _begin(self) -> None:
+        if self.options.operator:
+            await self._carry_intake()
         await self.cache.begin_step_async(self.options.round_deadline_s)
 
-    def _store(self) -> Slow:
+    async def _carry_intake(self) -> None:
+        """The broadcast of the engine."""
+        if self.lost_peers:
+            return
+        flight = self._transport.broadcast(self.cache.intake_bytes() if self.number == 0 else b"", 4.0)
+        ended = anyio.Event()
+        flight.when_done(ended.set)
+        await ended.wait()
+        try:
+            self.cache.apply_intake(flight.result(0.0))
+        except PeerError as error:
+            self.driver.lose_peers(error)
+
+    def _find(self, store: str | Backend) -> Source:
+        """What the operator names is another store on each rank, and may not open there."""
+        assert isinstance(store, str)
+        objects = self.others.setdefault(store, MemoryBackend())
+        (door,) = self.local.choices(get_args(DoorKind), (20, 2, 1, 1)) if self.door is None else (self.door,)
+        backend = Door(self._store(objects), door, self.local)
+        source = source_of(self.cache._parts.config, SHAPE, backend, self.options.group(self.number))
+        return msgspec.structs.replace(source, url=store)
+
+    def _store(self, objects: MemoryBackend) -> Slow:
         seed = self.options.seed * 100 + self.number
         rates: dict[tuple[Verb, Fault | type[Exception]], float] = {
             ("exists", BackendError): 0.005,
@@ -124,10 +198,10 @@ class SimRank:
             ("write", Fault.FAIL): 0.01,
             ("write", Fault.LOSE): 0.01,
         }
-        self.faulty = Faulty(self.objects, at_random(seed, rates))
-        self._hanging = Hanging(self.faulty, ("exists", "read", "write"))
-        self._hanging.release()
-        return Slow(self._hanging, 0.001, object_s=0.0005, jitter_s=self.local.choice((0.0, 0.002, 0.02)), seed=seed)
+        self.faulty = Faulty(objects, at_random(seed, rates))
+        self.hanging = Hanging(self.faulty, ("exists", "read", "write"))
+        self.hanging.release()
+        return Slow(self.hanging, 0.001, object_s=0.0005, jitter_s=self.local.choice((0.0, 0.002, 0.02)), seed=seed)
 
     def _skew_clock(self) -> None:
         """Its clock began at another time, and is fast or slow."""

@@ -9,13 +9,14 @@ from hicache_actors.tiers.storage.breaker import BreakerSnapshot
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.store import Source, Store
 from hicache_actors.tiers.storage.threads import StoreThreads
-from hicache_actors.tiers.storage.tier import StorageTier
+from hicache_actors.tiers.storage.tier import Candidate, StorageTier
 from hicache_actors.tiers.storage.words import DIRECTIONS, Direction, LaneSnapshot, Refusal, StorageSnapshot
 
 __all__ = [
     "DIRECTIONS",
     "BreakerSnapshot",
     "Call",
+    "Candidate",
     "Direction",
     "LaneSnapshot",
     "Refusal",
