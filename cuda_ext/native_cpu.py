@@ -314,5 +314,7 @@ def _forget(raw: RawStream, live: deque[tuple[int, object]]) -> None:
 @atexit.register
 def _wait_for_late_work() -> None:
     """Memory is taken apart soon: native code that still copies shall have the time to end."""
+    end_s = time.monotonic() + EXIT_S
     for raw, _ in _LATE:
-        raw.join(EXIT_S)
+        if raw.counts().calling:  # threads of Python stop by themselves
+            raw.join(end_s - time.monotonic())

@@ -61,6 +61,8 @@ class StreamCounts(ctypes.Structure):
         ("running_ns", ctypes.c_int64),
         ("exited", ctypes.c_int32),
         ("broken", ctypes.c_int32),
+        ("calling", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     )
 
 

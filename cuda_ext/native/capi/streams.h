@@ -42,6 +42,8 @@ struct hic_stream_counts {
   int64_t running_ns;  /* how long the present work has lasted; 0 if none runs */
   int32_t exited;      /* 1 if no thread runs any more */
   int32_t broken;      /* the code given to hic_stream_break */
+  int32_t calling;     /* 1 while native work runs: its memory is touched */
+  int32_t unused;
 };
 
 /* Planned failures, shared by the streams of a device. */

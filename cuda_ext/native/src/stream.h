@@ -100,6 +100,7 @@ class Stream : public Wakeable, public std::enable_shared_from_this<Stream> {
   Op running_;
   bool has_running_ = false;  // false also when the running op was dropped: it has been told of then
   bool busy_ = false;         // the thread is inside an op, dropped or not
+  bool calling_ = false;      // and that is a CALL
   uint64_t passed_later_ = 0;
   int32_t first_code_ = 0;    // of the submission that runs
   bool subscribed_ = false;   // to the event that the first op waits for

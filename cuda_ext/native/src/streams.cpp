@@ -227,7 +227,7 @@ void Stream::break_off(int32_t code) {
 void Stream::count(hic_stream_counts* out) {
   Guard guard(lock_);
   *out = {submitted_, finished_, failed_, drops_, moved_bytes_, passed_, began_ns_ ? now_ns() - began_ns_ : 0,
-          exited_ || !started_, broken_};
+          exited_ || !started_, broken_, calling_, 0};
 }
 
 std::string Stream::error() {
@@ -359,6 +359,7 @@ int32_t Stream::work(Guard& guard, Op& op) {
   const int64_t lasts_ns = latency_ns_ + static_cast<int64_t>(static_cast<double>(op.bytes) * ns_per_byte_);
   const uint64_t argument = op.argument;
   const auto call = op.call;
+  calling_ = op.kind == HIC_OP_CALL;
   guard.unlock();
   int32_t code = faults_->take(number_);
   const bool planned = code != 0;
@@ -369,6 +370,7 @@ int32_t Stream::work(Guard& guard, Op& op) {
     if (code < 0) text = hic_last_error();
   }
   guard.lock();
+  calling_ = false;
   if (!planned && op.kind == HIC_OP_EXTERNAL) code = external(guard, argument);
   if (!text.empty()) error_ = text;
   if (!planned && lasts_ns > 0) changed_.wait_until(guard, at(began + lasts_ns), [&] { return dropped_ != 0; });
