@@ -33,7 +33,7 @@ test-crash: $(STAMP) ## kill writers of the file store at 100 random points, and
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py $(TEST_ARGS)
 
 test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real servers, which it installs, starts and stops
-	$(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
+	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
@@ -74,7 +74,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,transformers,uvloop,rich]'
 	touch $@
 
+# Some of these servers listen on all interfaces whatever they are told: there is none but loopback where they run.
+ALONE := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh
+
 $(ENGINES): $(INSTALLED)
+	ldconfig -p | grep -q libibverbs.so.1 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1; }
+	command -v ip > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; }
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test-engines]'
 	touch $@
 

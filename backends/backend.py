@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from hicache_actors.errors import BackendError
 
 if TYPE_CHECKING:
+    from hicache_actors.backends.objects import Expected, Verdict
     from hicache_actors.runtime.workers import Workers
 
 
@@ -38,8 +39,17 @@ class Backend(ABC):
     scope: Literal["instance", "host", "cluster"] = "instance"
     """Who can see what is written here: this process only, processes of this host, or the cluster."""
 
+    checks: bool = False
+    """Whether `read_checked` may be called.  A wrapper leaves it at False, unless it knows of that call too."""
+
     async def open(self) -> None:
         """Called once, before any other method, on the loop that will use it.  Raises `BackendError` or `ConfigError`."""
+
+    async def register_memory(self, memory: memoryview) -> None:
+        """Called after `open` with each run of host memory that buffers will be slices of; it stays mapped until after `close`.
+
+        For backends that move bytes by address.  The default does nothing.
+        """
 
     async def close(self) -> None:
         """Idempotent.  No method is called afterwards; calls still running (hung ones) may be abandoned."""
@@ -54,6 +64,15 @@ class Backend(ABC):
 
         Where False, the buffer's content is undefined.
         """
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Verdict | None]:
+        """`read` and `verify_many` in one go, where ``checks`` says so: a verdict for what was found, None for what was not.
+
+        For backends that are in a worker thread anyway, with the bytes in the processor's cache.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:

@@ -48,6 +48,9 @@ class BackendContract:
     persistent = False
     """True when a second backend on the same medium finds what the first one wrote."""
 
+    lists_keys = True
+    """False for a store that cannot list its keys: then `keys` names none."""
+
     object_bytes = 5000
     """Length of most objects; no round number, so that nothing fits by accident."""
 
@@ -235,7 +238,7 @@ class BackendContract:
     async def test_keys_and_clear(self, backend: Backend) -> None:
         await self.store(backend, ["a", "b"])
         await self.medium_put("c", content("c", self.object_bytes))
-        assert await self.listed(backend) == ["a", "b", "c"]
+        assert await self.listed(backend) == (["a", "b", "c"] if self.lists_keys else [])
         await backend.clear()
         assert await self.listed(backend) == []
         assert await backend.exists(["a"]) == 0
@@ -325,7 +328,7 @@ class BackendContract:
         second = await self.make()
         await second.open()
         assert await second.exists([*keys, "absent"]) == 20
-        assert await self.listed(second) == sorted(keys)
+        assert await self.listed(second) == (sorted(keys) if self.lists_keys else [])
         assert await self.fetch(second, keys) == self.contents(keys)
         assert list(await self.store(second, keys)) == [Stored.PRESENT] * 20
         await second.close()

@@ -10,12 +10,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hicache_actors.errors import MissingExtraError
+from hicache_actors.testing.servers.mooncake import mooncake_master, mooncake_owner
 from hicache_actors.testing.servers.seaweed import KEYS, seaweed
 from hicache_actors.testing.servers.server import Server
 from hicache_actors.testing.servers.valkey import valkey
 
 _SECRETS = " ".join(f"{name}={value}" for name, value in KEYS.items())
+
+
+def _mooncake(folder: Path) -> Server:
+    """The owner of the memory; it takes its master along."""
+    master = mooncake_master(folder)
+    master.start()
+    owner = mooncake_owner(folder, master)
+    owner.with_it(master)
+    return owner
+
+
 SERVERS: Mapping[str, tuple[Callable[[Path], Server], str]] = {
+    "mooncake": (_mooncake, "a Mooncake master and 512 MiB that a process lends; its clients listen on all interfaces"),
     "seaweed": (seaweed, f"SeaweedFS with its S3 gateway; clients need {_SECRETS}"),
     "valkey": (valkey, "Valkey, in memory, at most 1 GiB, evicts the least recently used"),
 }

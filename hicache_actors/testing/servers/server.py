@@ -39,6 +39,7 @@ class Server:
         self._argv, self._ready, self._start_s = [str(word) for word in argv], ready, start_s
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._others: list[Server] = []
 
     def __enter__(self) -> Self:
         self.start()
@@ -48,6 +49,12 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        for other in self._others:
+            other.kill()
+
+    def with_it(self, other: Server) -> None:
+        """``other``, which this one needs, ends with it."""
+        self._others.append(other)
 
     @property
     def running(self) -> bool:
