@@ -49,8 +49,6 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        for other in self._others:
-            other.kill()
 
     def with_it(self, other: Server) -> None:
         """``other``, which this one needs, ends with it."""
@@ -71,6 +69,7 @@ class Server:
         until_s = time.monotonic() + self._start_s
         while not self._ready():
             if self._process.poll() is not None:
+                self.kill()
                 raise RuntimeError(f"{self.name} has ended: {self._end_of_log()}")
             if time.monotonic() > until_s:
                 self.kill()
@@ -78,10 +77,12 @@ class Server:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, for it and its children; idempotent."""
+        """SIGKILL, for it, its children, and those that end with it; idempotent."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+        for other in self._others:
+            other.kill()
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if that does not end it in time."""
