@@ -315,7 +315,10 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         return self.movers.observe(observer)
 
     def host_objects(self, slots: Slots) -> list[memoryview]:
-        """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots."""
+        """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots.
+
+        Raises `UsageError` under layer_first, where a page is no run of bytes.
+        """
         return self._parts.host_tier.objects(slots)
 
     def explain(self, prompt: Prompt) -> Explanation:

@@ -114,6 +114,13 @@ def _lane_limits(at: Snapshot) -> Iterator[Sample]:
             yield (direction,), lane.limit_bytes
 
 
+def _staging(at: Snapshot) -> Iterator[Sample]:
+    for direction, slots in () if at.storage is None else at.storage.staging.items():
+        yield (direction, "free"), slots.total_pages - slots.held_pages
+        yield (direction, "held"), slots.held_pages - slots.hung_pages
+        yield (direction, "hung"), slots.hung_pages
+
+
 def _breakers(at: Snapshot) -> Iterator[Sample]:
     for direction, lane in _lanes(at):
         for state in _BREAKER_STATES:
@@ -263,6 +270,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     gauge("hicache_storage_lane_bytes", "Their bytes.", _lane_bytes, "direction", "state"),
     gauge("hicache_storage_lane_limit_bytes", "Bytes that may be in flight.", _lane_limits, "direction"),
+    gauge(
+        "hicache_storage_staging_pages",
+        "Staging slots by direction and state, if the host's layout needs any; their sum is the pool.",
+        _staging,
+        "direction",
+        "state",
+    ),
     gauge("hicache_breaker_state", "1 for the state of the breaker of a direction.", _breakers, "direction", "state"),
     counter(
         "hicache_breaker_opened_total",

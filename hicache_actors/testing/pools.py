@@ -24,6 +24,16 @@ def check_whole(core: Core) -> None:
     assert not usage.jobs, f"jobs are still open: {usage.jobs}"
 
 
+def check_staging(cache: HiCache) -> None:
+    """While no storage call runs: no staging slot is held."""
+    storage = cache.snapshot().storage
+    staging = {} if storage is None else storage.staging
+    for direction, slots in staging.items():
+        assert slots.held_pages == slots.hung_pages == 0, (
+            f"staging slots of a {direction} were never given back: {slots}"
+        )
+
+
 async def pools_whole(cache: HiCache, *, deadline_s: float = 10.0) -> None:
     """Let everything end, forget everything, and find every slot free.  driver="auto"; no lease may be open."""
     await cache.drain(deadline_s)
@@ -34,3 +44,4 @@ async def pools_whole(cache: HiCache, *, deadline_s: float = 10.0) -> None:
     with anyio.fail_after(deadline_s):
         await cache.pipelines.idle()
     check_whole(cache.core)
+    check_staging(cache)

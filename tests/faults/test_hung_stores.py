@@ -13,13 +13,18 @@ import pytest
 
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging
-from hicache_actors.config import Deadlines
+from hicache_actors.config import Deadlines, HostLayout
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.lives import FETCH_S, LIFE_PAGES, live, reference_token, request, run_checked
 from hicache_actors.testing.pools import check_conservation, check_whole
 from hicache_actors.testing.small import open_small, prompt
 
+MAPPINGS: dict[HostLayout, int] = {
+    "page_first_direct": 1,
+    "layer_first": 3,
+}  # the second with staging slots of each direction
+LAYOUTS = pytest.mark.parametrize("layout", MAPPINGS)
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 Verb = Literal["exists", "read", "write"]
 
@@ -54,14 +59,15 @@ def test_a_hung_read_gives_a_shorter_prefix_in_time_and_keeps_its_slots(seed: in
 
 
 @SEEDS
+@LAYOUTS
 @pytest.mark.parametrize("verb", ["exists", "read", "write"])
-def test_life_goes_on_beside_a_verb_that_hangs(verb: Verb, seed: int | None) -> None:
+def test_life_goes_on_beside_a_verb_that_hangs(verb: Verb, layout: HostLayout, seed: int | None) -> None:
     """Late reads then fill slots that were long given up: whoever had been given them would read wrong bytes."""
 
     async def main() -> None:
         backend = Hanging(MemoryBackend(), [verb])
         deadlines = Deadlines(load_s=0.5, write_back_s=0.5, backup_s=0.5)
-        async with open_small(backend=backend, deadlines=deadlines, host_pages=24) as small:
+        async with open_small(backend=backend, layout=layout, deadlines=deadlines, host_pages=24) as small:
             backend.release()
             wanted = reference_token(small, prompt(LIFE_PAGES))
             assert await live(small) == [wanted] * 4
@@ -80,26 +86,27 @@ def test_life_goes_on_beside_a_verb_that_hangs(verb: Verb, seed: int | None) -> 
 
 
 @SEEDS
+@LAYOUTS
 @pytest.mark.parametrize("verb", ["exists", "read", "write"])
 def test_closing_beside_a_hung_call_ends_in_time_and_keeps_its_memory(
-    verb: Verb, seed: int | None, caplog: pytest.LogCaptureFixture
+    verb: Verb, layout: HostLayout, seed: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         kept = HostMemory.mapped()["kept_mappings"]
-        store = MemoryBackend(f"memory://closing-{verb}-{seed}")
+        store = MemoryBackend(f"memory://closing-{layout}-{verb}-{seed}")
         if verb != "write":
-            async with open_small(backend=store) as small:
+            async with open_small(backend=store, layout=layout) as small:
                 await request(small, prompt(LIFE_PAGES))
                 await small.cache.drain(10.0)
         backend = Hanging(store, [verb])
-        async with open_small(backend=backend, close_timeout_s=0.5, check_pools=False) as small:
+        async with open_small(backend=backend, layout=layout, close_timeout_s=0.5, check_pools=False) as small:
             await request(small, prompt(LIFE_PAGES, family=0 if verb == "read" else 1))
             await anyio.sleep(0.01)
             assert backend.hung == 1
             closed_at_s = anyio.current_time()
         assert anyio.current_time() - closed_at_s < 3.0
         assert small.cache.state == "closed"
-        assert HostMemory.mapped()["kept_mappings"] == kept + 1
+        assert HostMemory.mapped()["kept_mappings"] == kept + MAPPINGS[layout]
         assert "closed_with_work_left" in caplog.text
         assert "storage calls" in caplog.text
         assert "kept mapped" in caplog.text

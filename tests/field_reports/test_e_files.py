@@ -208,7 +208,7 @@ class _Answers(Wrapper):
         return self.given[-1]
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct", "page_first"])
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_first", "page_head", "layer_first"])
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 @pytest.mark.parametrize("anyio_backend", ["virtual:1"], indirect=True)
 async def test_b077_answers_are_one_per_page(

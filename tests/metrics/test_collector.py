@@ -219,3 +219,14 @@ def fetch(url: str) -> str:
     with urllib.request.urlopen(url, timeout=20) as response:
         body: bytes = response.read()
     return body.decode()
+
+
+async def test_staging_slots_are_shown_where_there_are_any() -> None:
+    async with open_small(backend=MemoryBackend(), layout="layer_first", host_pages=20) as small:
+        await small.engine.answer(prompt(5))
+        await small.cache.drain(5.0)
+        found = scrape(small.cache)["hicache_storage_staging_pages"]
+        assert found == {(direction, state): 20.0 * (state == "free") for direction in ("read", "write")
+                         for state in ("free", "held", "hung")}  # fmt: skip
+    async with open_small(backend=MemoryBackend()) as small:
+        assert "hicache_storage_staging_pages" not in scrape(small.cache)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hicache_actors.config import HostLayout
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.testing.small import Small
 from hicache_actors.transfer.completions import fired
@@ -115,6 +116,12 @@ STAGES: dict[str, Setter] = {
     "backup: hash": _worker("page_hashes", "backup"),
     "backup: seal": _worker("seal_many"),
     "backup: store": _verb("write"),
+    "staged prefetch: read": _verb("read"),
+    "staged prefetch: verify": _worker("verify_many"),
+    "staged prefetch: scatter": _worker("scatter"),
+    "staged backup: gather": _worker("gather"),
+    "staged backup: seal": _worker("seal_many"),
+    "staged backup: store": _verb("write"),
 }
 """Stages that wait, where a deed may take time."""
 
@@ -124,6 +131,12 @@ SUBMITS: dict[str, Setter] = {
     "write_back: submit": _submit("write_back", 0),
 }
 """Stages that run in one go."""
+
+
+def layout_of(stage: str) -> HostLayout:
+    """Under which the stage is there."""
+    return "layer_first" if stage.startswith("staged") else "page_first_direct"
+
 
 INSIDE = {"prefetch: grant"}
 """Stages that wait for Core alone: an exception there is a bug of the cache."""

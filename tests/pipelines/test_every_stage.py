@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
@@ -22,12 +23,12 @@ from hicache_actors.testing.lives import (
     run_checked,
     stopped_or,
 )
-from hicache_actors.testing.pools import check_conservation, check_whole
+from hicache_actors.testing.pools import check_conservation, check_staging, check_whole
 from hicache_actors.testing.small import Small, open_small, prompt
 from hicache_actors.testing.witness import Witness
 
 from .kit import DEADLINES, TOO_LONG_S, Trap, TrappedBackend
-from .stages import INSIDE, STAGES, SUBMITS, Setter
+from .stages import INSIDE, STAGES, SUBMITS, layout_of
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2])
 ALL = {**STAGES, **SUBMITS}
@@ -42,7 +43,7 @@ def test_a_stage_that_fails_shortens_a_prefix_at_most(
     async def deed() -> None:
         raise TransferError("planted") if "layer" in stage or "copy" in stage else BackendError("planted")
 
-    run_checked(lambda: _lives_on(STAGES[stage], Trap(deed), monkeypatch), seed)
+    run_checked(lambda: _lives_on(stage, Trap(deed), monkeypatch), seed)
 
 
 @SEEDS
@@ -50,7 +51,7 @@ def test_a_stage_that_fails_shortens_a_prefix_at_most(
 def test_a_stage_slower_than_its_deadline_shortens_a_prefix_at_most(
     stage: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_checked(lambda: _lives_on(STAGES[stage], Trap(lambda: anyio.sleep(TOO_LONG_S)), monkeypatch), seed)
+    run_checked(lambda: _lives_on(stage, Trap(lambda: anyio.sleep(TOO_LONG_S)), monkeypatch), seed)
 
 
 @SEEDS
@@ -61,7 +62,7 @@ def test_a_foreign_exception_of_the_outside_world_is_a_failure_like_others(
     async def deed() -> None:
         raise KeyError("planted")
 
-    run_checked(lambda: _lives_on(STAGES[stage], Trap(deed), monkeypatch), seed)
+    run_checked(lambda: _lives_on(stage, Trap(deed), monkeypatch), seed)
 
 
 @SEEDS
@@ -81,7 +82,7 @@ def test_a_stage_that_loses_its_task_group_still_ends_its_job(
 
     async def main() -> None:
         with pytest.raises(HiCacheError, match="planted"):
-            await _degrades(ALL[stage], deed, monkeypatch)
+            await _degrades(stage, deed, monkeypatch)
         assert not other_tasks()
 
     run_checked(main, seed)
@@ -97,7 +98,7 @@ def test_a_bug_in_a_stage_degrades_and_frees_nothing_too_early(
 
     async def main() -> None:
         with pytest.raises(HiCacheError, match="planted"):
-            await _degrades(ALL[stage], deed, monkeypatch)
+            await _degrades(stage, deed, monkeypatch)
         assert not other_tasks()
 
     run_checked(main, seed)
@@ -108,7 +109,7 @@ def test_a_bug_in_a_stage_degrades_and_frees_nothing_too_early(
 def test_the_cache_may_close_while_a_stage_waits(stage: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         kept = HostMemory.mapped()
-        async with open_small(backend=TrappedBackend(), deadlines=DEADLINES, check_pools=False) as small:
+        async with _open(stage) as small:
             reached = asyncio.Event()
 
             async def deed() -> None:
@@ -131,11 +132,15 @@ def test_the_cache_may_close_while_a_stage_waits(stage: str, seed: int | None, m
     run_checked(main, seed)
 
 
-async def _degrades(set_trap: Setter, deed: Callable[[Small], Awaitable[None]], patch: pytest.MonkeyPatch) -> None:
+def _open(stage: str) -> AbstractAsyncContextManager[Small]:
+    return open_small(backend=TrappedBackend(), layout=layout_of(stage), deadlines=DEADLINES, check_pools=False)
+
+
+async def _degrades(stage: str, deed: Callable[[Small], Awaitable[None]], patch: pytest.MonkeyPatch) -> None:
     """A life with a deed in it that ends the cache's work, not the engine's."""
-    async with open_small(backend=TrappedBackend(), deadlines=DEADLINES, check_pools=False) as small:
+    async with _open(stage) as small:
         trap = Trap(lambda: deed(small))
-        set_trap(small, trap, patch)
+        ALL[stage](small, trap, patch)
         witness = Witness(small.cache, patch)
         small.device.throttle(latency_s=0.05)  # what was submitted before runs on for a while
         wanted = reference_token(small, prompt(LIFE_PAGES))
@@ -146,13 +151,14 @@ async def _degrades(set_trap: Setter, deed: Callable[[Small], Awaitable[None]], 
         await small.cache.pipelines.idle()
         await small.cache.reset()
         check_whole(small.cache.core)
+        check_staging(small.cache)
         witness.check()
 
 
-async def _lives_on(set_trap: Setter, trap: Trap, patch: pytest.MonkeyPatch) -> None:
+async def _lives_on(stage: str, trap: Trap, patch: pytest.MonkeyPatch) -> None:
     """A life with a trap in it, then one without: the cache stays open."""
-    async with open_small(backend=TrappedBackend(), deadlines=DEADLINES, check_pools=False) as small:
-        set_trap(small, trap, patch)
+    async with _open(stage) as small:
+        ALL[stage](small, trap, patch)
         witness = Witness(small.cache, patch)
         wanted = reference_token(small, prompt(LIFE_PAGES))
         assert await live(small) == [wanted] * 4
@@ -166,5 +172,6 @@ async def _lives_on(set_trap: Setter, trap: Trap, patch: pytest.MonkeyPatch) -> 
         await small.cache.pipelines.idle()
         await small.cache.reset()
         check_whole(small.cache.core)
+        check_staging(small.cache)
         await anyio.sleep(TOO_LONG_S)  # a fetch that was declined leaves Core before its pipeline has ended
         witness.check()

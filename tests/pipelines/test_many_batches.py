@@ -10,11 +10,12 @@ import pytest
 from hicache_actors import TransferError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty
-from hicache_actors.config import Deadlines
+from hicache_actors.config import Deadlines, HostLayout
 from hicache_actors.memory import shapes
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import evict_device, open_small, prompt
 
+LAYOUTS = pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
 SEEDS = pytest.mark.parametrize("seed", [None, *range(8)])
 PAGES = 14
 
@@ -25,10 +26,11 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @SEEDS
-def test_a_fetch_may_be_stopped_at_any_turn(seed: int | None) -> None:
+@LAYOUTS
+def test_a_fetch_may_be_stopped_at_any_turn(layout: HostLayout, seed: int | None) -> None:
     async def main() -> None:
         store = MemoryBackend()
-        async with open_small(backend=store, host_pages=40, read_concurrency=2) as small:
+        async with open_small(backend=store, layout=layout, host_pages=40, read_concurrency=2) as small:
             asked = prompt(PAGES)
             wanted = reference_token(small, asked)
             assert await request(small, asked) == wanted
@@ -48,7 +50,8 @@ def test_a_fetch_may_be_stopped_at_any_turn(seed: int | None) -> None:
 
 
 @SEEDS
-def test_a_fetch_whose_batch_fails_keeps_what_came_before(seed: int | None) -> None:
+@LAYOUTS
+def test_a_fetch_whose_batch_fails_keeps_what_came_before(layout: HostLayout, seed: int | None) -> None:
     bad = 0
 
     def schedule(access: Access) -> Fault | None:
@@ -57,7 +60,7 @@ def test_a_fetch_whose_batch_fails_keeps_what_came_before(seed: int | None) -> N
     keys: list[str] = []
 
     async def main() -> None:
-        async with open_small(backend=Faulty(MemoryBackend(), schedule), host_pages=40) as small:
+        async with open_small(backend=Faulty(MemoryBackend(), schedule), layout=layout, host_pages=40) as small:
             nonlocal bad
             asked = prompt(PAGES)
             keys[:] = small.store.keys.keys(asked.page_hashes(small.cache.page_size, PAGES))
@@ -91,7 +94,8 @@ def test_a_write_back_whose_batch_fails_keeps_what_came_before(seed: int | None)
 
 
 @SEEDS
-def test_a_backup_whose_batch_fails_keeps_what_came_before(seed: int | None) -> None:
+@LAYOUTS
+def test_a_backup_whose_batch_fails_keeps_what_came_before(layout: HostLayout, seed: int | None) -> None:
     bad = 0
 
     def schedule(access: Access) -> Fault | None:
@@ -100,7 +104,7 @@ def test_a_backup_whose_batch_fails_keeps_what_came_before(seed: int | None) -> 
     async def main() -> None:
         nonlocal bad
         for bad in range(PAGES):
-            async with open_small(backend=Faulty(MemoryBackend(), schedule), host_pages=40) as small:
+            async with open_small(backend=Faulty(MemoryBackend(), schedule), layout=layout, host_pages=40) as small:
                 await request(small, prompt(PAGES))
                 assert (await small.cache.stored(prompt(PAGES), 0.9)).tokens == 4 * bad
                 assert (await small.cache.stored(prompt(PAGES), 30.0)).tokens == 4 * PAGES

@@ -29,9 +29,15 @@ class Lone:
     """``begun``, ``failed``, ``refused``, ``pages``: what the store has told."""
 
     def __init__(
-        self, backend: Backend, *, layout: HostLayout = "page_first_direct", staged_pages: int = PAGES, **settings: Any
+        self,
+        backend: Backend,
+        *,
+        layout: HostLayout = "page_first_direct",
+        staged_pages: int = PAGES,
+        staging: Staging | None = None,
+        **settings: Any,
     ) -> None:
-        """``staged_pages``: staging slots for each direction, where ``layout`` needs any."""
+        """``staged_pages``: staging slots for each direction, where ``layout`` needs any and no ``staging`` is shared."""
         self.limits = StorageConfig(**settings)
         config = Config(
             page_size=PAGE_SIZE,
@@ -40,8 +46,8 @@ class Lone:
             storage=self.limits,
         )
         self.memory = HostMemory(SlotLayout(SHAPE, layout), PAGES)
-        self.staging = None
-        if not self.memory.layout.in_place:
+        self.staging = staging
+        if staging is None and not self.memory.layout.in_place:
             slot_bytes = self.memory.layout.object_layout.slot_bytes
             self.staging = Staging(self.memory.layout, StagingSize(staged_pages, staged_pages, slot_bytes))
         self.workers = Workers("hash", 2)

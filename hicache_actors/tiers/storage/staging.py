@@ -18,7 +18,6 @@ from hicache_actors.core.words import SLOT_BYTES, Slots, unpack_slots
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.staging import StagingSize
-from hicache_actors.runtime import Workers
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.words import Direction, StagingSnapshot
 from hicache_actors.transfer.plan import CopyPlan
@@ -95,28 +94,17 @@ class Staging:
 class StagedPages:
     """The pages in ``host_slots``, and the objects that they are in the staging slots of ``call``, once it has its turn."""
 
-    def __init__(
-        self, call: Call[Any], pool: StagingPool, host: HostMemory, host_slots: Slots, workers: Workers
-    ) -> None:
-        self._call, self._memory = call, pool.memory
-        self._host, self._host_slots, self._workers = host, host_slots, workers
+    def __init__(self, call: Call[Any], pool: StagingPool, host: HostMemory, host_slots: Slots) -> None:
+        self._call, self._memory, self._host, self._host_slots = call, pool.memory, host, host_slots
 
     def objects(self) -> Sequence[memoryview]:
         return [self._memory.object(slot) for slot in unpack_slots(self._call.staged)]
 
-    async def gather(self) -> None:
-        """Copy the pages into the objects' payloads, off the loop."""
-        await self._workers.run(copy_pages, self._host, self._host_slots, self._memory, self._call.staged)
+    def gather(self) -> None:
+        """Copy the pages to the objects' payloads.  In a worker thread."""
+        CopyPlan(self._host, self._host_slots, self._memory, self._call.staged).work().run()
 
-    async def scatter(self, pages: int) -> None:
-        """Copy the payloads of the first ``pages`` objects to their host slots, off the loop."""
+    def scatter(self, pages: int) -> None:
+        """Copy the payloads of the first ``pages`` objects to their host slots.  In a worker thread."""
         end = pages * SLOT_BYTES
-        if end:
-            await self._workers.run(
-                copy_pages, self._memory, self._call.staged[:end], self._host, self._host_slots[:end]
-            )
-
-
-def copy_pages(source: HostMemory, source_slots: Slots, target: HostMemory, target_slots: Slots) -> None:
-    """Page by page, whatever the layouts.  Any thread."""
-    CopyPlan(source, source_slots, target, target_slots).work().run()
+        CopyPlan(self._memory, self._call.staged[:end], self._host, self._host_slots[:end]).work().run()

@@ -98,8 +98,8 @@ class Store:
         async def verify(found: list[bool]) -> int:
             pages = next((at for at, here in enumerate(found) if not here), len(found)) // objects_a_page
             good = await self._verify(hashes[:pages], keys, objects()[: pages * objects_a_page])
-            if staged is not None:
-                await staged.scatter(good)
+            if staged is not None and good:
+                await self._workers.run(staged.scatter, good)
             self._note(Counted("read_pages", good))
             return good
 
@@ -129,7 +129,7 @@ class Store:
         staged, objects = self._place("write", call, own_slots)
 
         async def stage(staged: StagedPages) -> None:
-            await staged.gather()
+            await self._workers.run(staged.gather)
             await self._seal([hashes[at] for at in flight.mine], objects())
 
         async def write() -> dict[int, Stored]:
@@ -218,7 +218,7 @@ class Store:
     ) -> tuple[StagedPages | None, Callable[[], Sequence[memoryview]]]:
         """Where the pages of a call are objects: in staging slots, which it has from its turn on, or in their own."""
         if self._staging is not None:
-            staged = StagedPages(call, self._staging.pools[direction], self._host.memory, slots, self._workers)
+            staged = StagedPages(call, self._staging.pools[direction], self._host.memory, slots)
             return staged, staged.objects
         objects = self._host.objects(slots)
         return None, lambda: objects
