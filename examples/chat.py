@@ -74,6 +74,9 @@ class Demo:
                     self.chats.prompt("A", 1), self.plain_cache(), chunk_tokens=self.args.chunk_tokens
                 )  # warms up
             async with HiCache.open(self.config, engine.kv) as cache:
+                if life == 0:
+                    device = cache.snapshot().device
+                    self.say(f"KV pages are copied by: {device.name}, {device.device['implementation']}\n")
                 cache.observe(self.shadow.watch(engine.kv))
                 for step in steps.split():
                     turn = await self.serve(cache, engine, step[0], int(step[1:]))

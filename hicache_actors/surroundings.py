@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from hicache_actors.cuda_ext.native.library import library, why_not
 from hicache_actors.disks import disk_of, probe_disk
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.memory.budget import HostMemoryAccount
@@ -113,19 +114,21 @@ def device(*, root: Path = Path("/"), load_torch: Callable[[], Any] = lambda: im
     """``root``: where the signs of a driver are looked for."""
     driver = any((root / sign).exists() for sign in ("proc/driver/nvidia/version", "dev/nvidiactl"))
     facts: dict[str, Any] = {
+        "native_library": None if (found := library()) is None else str(found.path),
+        "cpu_device": "threads of Python" if found is None else "native threads",
         "nvidia_driver": driver,
         "compiler": shutil.which("g++"),
         "nvcc": shutil.which("nvcc"),
         "cuda_devices": [],
     }
+    notes = () if found is not None else (_without_library(),)
     if not driver:
-        return Section("device", facts)
+        return Section("device", facts, notes)
     try:
         torch = load_torch()
     except ImportError as error:
-        return Section(
-            "device", facts, (problem(f"torch cannot be imported: {error}", "install torch for this GPU driver"),)
-        )
+        finding = problem(f"torch cannot be imported: {error}", "install torch for this GPU driver")
+        return Section("device", facts, (*notes, finding))
     if not torch.cuda.is_available():
         why = (
             "was built without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} sees no device"
@@ -133,13 +136,20 @@ def device(*, root: Path = Path("/"), load_torch: Callable[[], Any] = lambda: im
         finding = problem(
             f"there is an NVIDIA driver, but torch {torch.__version__} {why}", "install a torch that matches the driver"
         )
-        return Section("device", facts, (finding,))
+        return Section("device", facts, (*notes, finding))
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         facts["cuda_devices"].append(
             {"name": torch.cuda.get_device_name(index), "total_bytes": total_bytes, "free_bytes": free_bytes}
         )
-    return Section("device", facts)
+    return Section("device", facts, notes)
+
+
+def _without_library() -> Finding:
+    return note(
+        f"copies and checksums are done in Python: the native library is not in use: {why_not()}",
+        "install the package again where g++ is found",
+    )
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -109,8 +109,23 @@ def fake_torch(*, cuda: str | None, devices: int) -> Any:
 
 def test_without_a_driver_torch_is_not_even_imported(tmp_path: Path) -> None:
     section = device(root=tmp_path, load_torch=no_torch)
-    assert section.findings == ()
+    assert texts(section) == []
     assert section.facts["nvidia_driver"] is False
+
+
+def test_the_native_library_is_named_or_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "library", lambda: SimpleNamespace(path=Path("/lib/_native.so")))
+    section = device(root=tmp_path, load_torch=no_torch)
+    assert section.findings == ()
+    assert section.facts["native_library"] == "/lib/_native.so"
+    assert section.facts["cpu_device"] == "native threads"
+    monkeypatch.setattr(surroundings, "library", lambda: None)
+    monkeypatch.setattr(surroundings, "why_not", lambda: "it was not built")
+    section = device(root=tmp_path, load_torch=no_torch)
+    assert section.facts["native_library"] is None
+    assert section.facts["cpu_device"] == "threads of Python"
+    (text,) = texts(section, "note")
+    assert text.endswith("the native library is not in use: it was not built")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +147,7 @@ def test_devices_are_listed(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
     section = device(root=tmp_path, load_torch=lambda: fake_torch(cuda="13.0", devices=2))
-    assert section.findings == ()
+    assert texts(section) == []
     assert section.facts["cuda_devices"] == [
         {"name": f"GPU {i}", "total_bytes": 80 * GIB, "free_bytes": 5 * GIB} for i in range(2)
     ]
