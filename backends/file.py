@@ -23,6 +23,7 @@ from hicache_actors.backends.file_options import FileOptions
 from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
+from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.room import Room
 from hicache_actors.backends.shards import Identity
 from hicache_actors.backends.urls import FIELD
@@ -61,6 +62,8 @@ class FileBackend(Backend):
     A read or write raises `BackendError` if the disk failed and no object came through; otherwise failed objects are
     answered one by one and counted.  Objects for which there is no room are answered FAILED.
     """
+
+    checks = True
 
     def __init__(self, url: str, workers: Workers) -> None:
         self.scope = "host"
@@ -101,7 +104,18 @@ class FileBackend(Backend):
         return known + found
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        lengths, identities, error = await self._workers.run(self._folder.read_many, keys, buffers)
+        return (await self._read(keys, buffers, None))[0]
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Verdict | None]:
+        return (await self._read(keys, buffers, expected))[1]
+
+    async def _read(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> tuple[list[bool], list[Verdict | None]]:
+        """-> which were found, and what they are if something is expected."""
+        lengths, identities, error, verdicts = await self._workers.run(self._folder.read_many, keys, buffers, expected)
         found = [length >= 0 for length in lengths]
         self._known.add(identities, anyio.current_time())
         self._known.discard(key for key, here in zip(keys, found, strict=True) if not here)
@@ -110,7 +124,7 @@ class FileBackend(Backend):
         self._counts["misses"] += lengths.count(MISSING)
         self._count_torn(lengths.count(TORN))
         self._note("read", lengths.count(FAILED), error, fatal=not any(found))
-        return found
+        return found, verdicts
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
         outcomes, error = await self._write(keys, buffers)

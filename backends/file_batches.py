@@ -14,6 +14,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 
+from hicache_actors.backends.objects import Expected, Verdict, verdict_of
 from hicache_actors.backends.posix import Publisher
 from hicache_actors.backends.shards import Identity
 from hicache_actors.cuda_ext.native import files as native
@@ -29,27 +30,45 @@ _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class FileRead(NamedTuple):
-    """``length`` read, or MISSING, TORN, FAILED; ``identity`` of what was read, or is torn; ``error`` of what FAILED."""
+    """``length`` read, or MISSING, TORN, FAILED; ``identity`` of what was read, or is torn; ``error`` of what FAILED; and the
+    ``verdict`` on what was read, if something was expected."""
 
     length: int
     identity: Identity | None
     error: OSError | None
+    verdict: Verdict | None = None
 
 
-def read_files(paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float) -> list[FileRead]:
-    """Fill each buffer with a file of exactly its length.  A file with an older mtime than ``touch_before_s`` is touched."""
+def read_files(
+    paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float, expected: Expected | None = None
+) -> list[FileRead]:
+    """Fill each buffer with a file of exactly its length, and judge it if it should be something.
+
+    A file with an older mtime than ``touch_before_s`` is touched.
+    """
     library = native.files()
     if library is None:
-        return [_read(path, buffer, touch_before_s) for path, buffer in zip(paths, buffers, strict=True)]
-    batch = native.Reads(library, paths, buffers, int(touch_before_s * 1e9), None)
+        reads = [_read(path, buffer, touch_before_s) for path, buffer in zip(paths, buffers, strict=True)]
+        if expected is None:
+            return reads
+        verdicts = expected.verify(buffers)  # of what was not read in vain
+        return [
+            read._replace(verdict=verdict) if read.length >= 0 else read
+            for read, verdict in zip(reads, verdicts, strict=True)
+        ]
+    names = None if expected is None else expected.names()
+    batch = native.Reads(library, paths, buffers, int(touch_before_s * 1e9), names)
     batch.run()
     return [
         FileRead(
             outcome,
             Identity(*identity) if outcome >= 0 or outcome == TORN else None,
             _error(code, path) if outcome == FAILED else None,
+            verdict_of(verdict) if names is not None and outcome >= 0 else None,
         )
-        for outcome, identity, code, path in zip(batch.outcomes, batch.identities, batch.errors, paths, strict=True)
+        for path, outcome, identity, code, verdict in zip(
+            paths, batch.outcomes, batch.identities, batch.errors, batch.verdicts, strict=True
+        )
     ]
 
 

@@ -40,6 +40,7 @@ from hicache_actors.backends.file_batches import (
 )
 from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
+from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.posix import Publisher, make_folder
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
 from hicache_actors.backends.turns import Turns
@@ -56,11 +57,12 @@ T = TypeVar("T")
 
 class Found(NamedTuple):
     """Outcome of `read_many`: per key the length read, or MISSING, TORN (it has been quarantined), FAILED; which files were read;
-    the last error."""
+    the last error; per key what was found of what was expected, None if that was nothing, or the object was not read."""
 
     lengths: list[int]
     identities: dict[str, Identity]
     error: OSError | None
+    verdicts: list[Verdict | None]
 
 
 class Written(NamedTuple):
@@ -98,9 +100,9 @@ class Folder:
         """Length of the leading run of ``keys`` that are there."""
         return count_leading([self._find(key)[1] for key in keys])
 
-    def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
+    def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None = None) -> Found:
         with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
-            return self._read_all(keys, buffers)
+            return self._read_all(keys, buffers, expected)
 
     def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview], help: Help | None = None) -> Written:
         """Store what is not there yet, in order, as far as there is room; a large batch with another thread's ``help``."""
@@ -212,14 +214,14 @@ class Folder:
         row = row_of(name)
         return row, b"%s/%s.kv" % (self._shards[row], name)
 
-    def _read_all(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Found:
+    def _read_all(self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None) -> Found:
         lengths: list[int] = []
         identities: dict[str, Identity] = {}
         last_error: OSError | None = None
         paths = [self._find(key)[1] for key in keys]
-        for key, (length, identity, error) in zip(
-            keys, read_files(paths, buffers, time.time() - TOUCH_AFTER_S), strict=True
-        ):
+        verdicts: list[Verdict | None] = []
+        reads = read_files(paths, buffers, time.time() - TOUCH_AFTER_S, expected)
+        for key, (length, identity, error, verdict) in zip(keys, reads, strict=True):
             if length == TORN:
                 try:
                     self.quarantine(key, identity)
@@ -229,7 +231,8 @@ class Folder:
                 identities[key] = identity
             last_error = error or last_error
             lengths.append(length)
-        return Found(lengths, identities, last_error)
+            verdicts.append(verdict)
+        return Found(lengths, identities, last_error, verdicts)
 
     def _folder_of(self, row: int) -> bytes:
         return self._quarantine if row == QUARANTINE else self._shards[row]

@@ -2,18 +2,21 @@
 
 `FIELDS` lists the fields of the header; docs/storage-format.md explains them.
 
-`seal` and `verify` hash the payload (about 0.1 ms per MiB): call them from a worker thread, a batch per call.  The GIL is
-released while a payload of 96 KiB or more is hashed.
+`seal_many` and `verify_many` hash payloads (about 0.1 ms per MiB): call them from a worker thread, a batch per call.  The native
+library does a batch without the GIL; where it is missing, the GIL is released while a payload of 96 KiB or more is hashed.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_128
+
+from hicache_actors.cuda_ext.native import digests as native
+from hicache_actors.cuda_ext.native.structs import Names
 
 HEADER_BYTES: Final = 4096
 MAGIC: Final = b"HICACHE\n"
@@ -57,6 +60,35 @@ class Verdict(enum.Enum):
     EMPTY = "empty"  #: magic cleared: nothing has been sealed here
 
 
+_BY_CODE: Final = (Verdict.OK, Verdict.FOREIGN, Verdict.CORRUPT, Verdict.EMPTY)  # as capi/digest.h numbers them
+
+
+def verdict_of(code: int) -> Verdict:
+    """Of the native library's code."""
+    return _BY_CODE[code]
+
+
+class Expected(NamedTuple):
+    """What the headers of the objects of whole pages must say: ``len(chunks)`` objects for each page hash, in their order.
+
+    ``namespace`` is a digest of 16 bytes, each page hash has 32.  ``checksums`` is asked for each page: False leaves its checksums
+    out, and the rest of the headers only is compared.
+    """
+
+    namespace: bytes
+    page_hashes: Sequence[bytes]
+    chunks: Sequence[int] = (0,)
+    checksums: Callable[[], bool] = lambda: True
+
+    def verify(self, objects: Sequence[memoryview]) -> list[Verdict]:
+        return verify_many(objects, *self)
+
+    def names(self) -> Names:
+        """For the native library.  ValueError for digests of another length."""
+        unchecked = bytes(not self.checksums() for _ in self.page_hashes)
+        return native.names(self.namespace, self.page_hashes, self.chunks, unchecked)
+
+
 def clear(object: memoryview) -> None:
     """Make a slot's old content unusable; cheap, any thread."""
     object[: len(MAGIC)] = _CLEARED
@@ -97,24 +129,29 @@ def verify(object: memoryview, namespace: bytes, page_hash: bytes, chunk: int = 
 
 
 def seal_many(
-    objects: Iterable[memoryview], namespace: bytes, page_hashes: Sequence[bytes], chunks: Sequence[int] = (0,)
+    objects: Sequence[memoryview], namespace: bytes, page_hashes: Sequence[bytes], chunks: Sequence[int] = (0,)
 ) -> None:
     """Seal the objects of whole pages: ``len(chunks)`` of them for each page hash, in the order of ``chunks``."""
+    library = native.digests()
+    if library is not None and len(objects) == len(page_hashes) * len(chunks):
+        library.seal(objects, native.names(namespace, page_hashes, chunks))
+        return
     for object, (page_hash, chunk) in zip(objects, _names(page_hashes, chunks), strict=True):
         seal(object, namespace, page_hash, chunk)
 
 
 def verify_many(
-    objects: Iterable[memoryview],
+    objects: Sequence[memoryview],
     namespace: bytes,
     page_hashes: Sequence[bytes],
     chunks: Sequence[int] = (0,),
     checksums: Callable[[], bool] = lambda: True,
 ) -> list[Verdict]:
-    """A verdict for each object of whole pages, ``len(chunks)`` for each page hash.
-
-    ``checksums`` is asked for each page: False leaves its checksums out, and compares the rest of the headers only.
-    """
+    """A verdict for each object of whole pages; see `Expected`."""
+    library = native.digests()
+    if library is not None and len(objects) == len(page_hashes) * len(chunks):
+        names = Expected(namespace, page_hashes, chunks, checksums).names()
+        return [_BY_CODE[code] for code in library.verify(objects, names)]
     verdicts: list[Verdict] = []
     whole = True
     for at, (object, (page_hash, chunk)) in enumerate(zip(objects, _names(page_hashes, chunks), strict=True)):

@@ -19,6 +19,7 @@ from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.runtime.observation import bind_log
 
 if TYPE_CHECKING:
+    from hicache_actors.backends.objects import Expected, Verdict
     from hicache_actors.runtime.workers import Workers
 
 T = TypeVar("T")
@@ -289,6 +290,7 @@ class Logging(Wrapper):
 
     def __init__(self, inner: Backend, log: Any = None) -> None:
         super().__init__(inner)
+        self.checks = inner.checks
         self._log = log or bind_log(backend=type(inner).__name__)
 
     async def open(self) -> None:
@@ -303,6 +305,14 @@ class Logging(Wrapper):
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
         reading = self.inner.read(keys, buffers)
         return await self._logged("read", reading, lambda found: f"{sum(found)} found", len(keys), buffers)
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Verdict | None]:
+        def found(verdicts: Sequence[Verdict | None]) -> str:
+            return f"{sum(verdict is not None for verdict in verdicts)} found"
+
+        return await self._logged("read", self.inner.read_checked(keys, buffers, expected), found, len(keys), buffers)
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
         writing = self.inner.write(keys, buffers)

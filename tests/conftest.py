@@ -10,6 +10,7 @@ Async tests run on plain asyncio.  A test that shall run elsewhere says so::
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("default"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+NATIVE_PARTS = ("digests.digests", "files.files")
 
 AnyioBackend = str | tuple[str, dict[str, Any]]
 
@@ -38,3 +41,13 @@ def anyio_backend(request: pytest.FixtureRequest) -> AnyioBackend:
     if name == "asyncio":
         return "asyncio"
     raise ValueError(f"anyio_backend = {asked!r}: use 'virtual', 'virtual:SEED', 'asyncio' or 'uvloop'")
+
+
+@pytest.fixture(scope="module", params=["as installed", "python"])
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once with the native library, where it is in use, and once without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            for part in NATIVE_PARTS:
+                patch.setattr(f"hicache_actors.cuda_ext.native.{part}", lambda: None)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -14,6 +14,7 @@ import torch
 from hicache_actors.api import HiCache
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.backends.wrappers import Wrapper
 from hicache_actors.config import Config, Deadlines, HostConfig, ModelFacts, StorageConfig
@@ -62,14 +63,23 @@ class Watched(Wrapper):
 
     def __init__(self, inner: Backend, workers: StampingWorkers) -> None:
         super().__init__(inner)
+        self.checks = inner.checks
         self.stored: set[str] = set()
         self.last_byte_s = 0.0
         self._read_s: dict[str, float] = {}
         self._workers = workers
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
+        return await self._stamped(keys, self.inner.read(keys, buffers))
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Verdict | None]:
+        return await self._stamped(keys, self.inner.read_checked(keys, buffers, expected))
+
+    async def _stamped(self, keys: Sequence[str], reading: Awaitable[T]) -> T:
         begun_s = perf_counter()
-        found = await self.inner.read(keys, buffers)
+        found = await reading
         in_thread_s = self._workers.last_end_s
         self.last_byte_s = in_thread_s if in_thread_s > begun_s else perf_counter()
         self._read_s |= dict.fromkeys((key[:_HASH_DIGITS] for key in keys), self.last_byte_s)

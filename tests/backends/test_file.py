@@ -12,7 +12,7 @@ import pytest
 
 from hicache_actors.backends import FileBackend, Stored
 from hicache_actors.backends.folder import QUARANTINE_KEEP
-from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal, seal_many, verify_many
+from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict, seal, seal_many, verify_many
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import content, room
@@ -206,13 +206,37 @@ async def test_what_only_the_checksum_finds(tmp_path: Path, backend: FileBackend
     back = room(4, HEADER_BYTES + 1000)
     assert await backend.read(KEYS[:4], back) == [True] * 4
     bad = {"another namespace": Verdict.FOREIGN, "zeros": Verdict.EMPTY}.get(damage, Verdict.CORRUPT)
-    assert verify_many(back, ours, hashes) == [Verdict.OK, Verdict.OK, bad, Verdict.OK]
+    expected = [Verdict.OK, Verdict.OK, bad, Verdict.OK]
+    assert verify_many(back, ours, hashes) == expected
+    assert await backend.read_checked(KEYS[:4], back, Expected(ours, hashes)) == expected
     assert await backend.quarantine(KEYS[2])
     assert [path.read_bytes() for path in (tmp_path / "store" / "quarantine").iterdir()] == [data]
     assert await backend.exists(KEYS[:4]) == 2
     assert await backend.write(KEYS[:4], objects) == [Stored.PRESENT] * 2 + [Stored.WRITTEN] + [Stored.PRESENT]
     assert await backend.read(KEYS[:4], back) == [True] * 4
     assert verify_many(back, ours, hashes) == [Verdict.OK] * 4
+
+
+async def test_reads_are_judged_in_the_same_call(tmp_path: Path, backend: FileBackend) -> None:
+    ours, hashes, chunks = b"o" * 16, [bytes([i]) * 32 for i in range(5)], (3, 9)
+    objects = room(10, HEADER_BYTES + 1000)
+    seal_many(objects, ours, hashes, chunks)
+    await backend.write(KEYS, objects)
+    for at in (3, 8):  # of pages 1 and 4
+        damaged = file_of(tmp_path, KEYS[at])
+        data = damaged.read_bytes()
+        damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    file_of(tmp_path, KEYS[5]).unlink()
+    file_of(tmp_path, KEYS[6]).write_bytes(b"torn")
+    asked = iter((True, True, True, True, False))  # the last page's checksums are not looked at
+    back = room(10, HEADER_BYTES + 1000)
+    found = await backend.read_checked(KEYS, back, Expected(ours, hashes, chunks, lambda: next(asked)))
+    ok, bad = Verdict.OK, Verdict.CORRUPT
+    assert found == [ok, ok, ok, bad, ok, None, None, ok, ok, ok]
+    assert [back[at] == objects[at] for at in (0, 1, 2, 4, 7, 9)] == [True] * 6
+    assert backend.stats()["torn"] == 1
+    swapped = Expected(ours, hashes, chunks[::-1])
+    assert await backend.read_checked(KEYS[:2], back[:2], swapped._replace(page_hashes=hashes[:1])) == [bad, bad]
 
 
 async def test_a_restart_after_a_power_failure(tmp_path: Path, workers: Workers) -> None:

@@ -20,6 +20,8 @@ from hicache_actors.backends.objects import (
     verify_many,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 OURS, THEIRS = b"o" * 16, b"t" * 16
 HASH, OTHER_HASH = b"h" * 32, b"i" * 32
 PAYLOAD = bytes(range(256)) * 4

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_actors.keys import NO_SCOPE, Prompt, Scope
 from hicache_actors.keys.hashes import HASH_BYTES, chain, page_hashes, scope_root
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 narrow_ids = st.integers(0, 2**32 - 1)
 wide_ids = st.integers(2**32, 2**63 - 1)

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.backends.objects import Verdict, seal_many, verify_many
+from hicache_actors.backends.objects import Expected, Verdict, seal_many, verify_many
 from hicache_actors.config import StorageConfig
 from hicache_actors.core.words import Slots, pack_slots, unpack_slots
 from hicache_actors.errors import BackendError, HiCacheError
@@ -23,6 +23,7 @@ from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.calls import Calls
 from hicache_actors.tiers.storage.flights import Flights
+from hicache_actors.tiers.storage.neighbours import HitWatch, listed, lists_names, look_at
 from hicache_actors.tiers.storage.pages import of_pages, sampling
 from hicache_actors.tiers.storage.staging import StagedPages, Staging
 from hicache_actors.tiers.storage.threads import StoreThreads
@@ -71,6 +72,7 @@ class Store:
         self._jobs = 0
         self.calls = Calls(config, staging, note, self._log, self._look_quiet)
         self._flights = Flights()
+        self.hits = HitWatch(self._log)
 
     # -- for pipelines -------------------------------------------------------------------------------------------------
 
@@ -81,7 +83,11 @@ class Store:
         async def ask() -> int:
             return max(0, min(index(await self.backend.exists(keys)), len(keys))) // len(self.keys.chunks)
 
-        return self.calls.start(Call("query", 0, priority=priority), "query", ask, _as_is)
+        async def count(found: int) -> int:
+            self.hits.note(found)
+            return found
+
+        return self.calls.start(Call("query", 0, priority=priority), "query", ask, count)
 
     def read(
         self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool], *, priority: int = 0
@@ -97,12 +103,20 @@ class Store:
 
         async def verify(found: list[bool]) -> int:
             pages = next((at for at, here in enumerate(found) if not here), len(found)) // objects_a_page
-            good = await self._verify(hashes[:pages], keys, objects()[: pages * objects_a_page])
+            return await count(await self._verify(hashes[:pages], objects()[: pages * objects_a_page]))
+
+        async def read_checked() -> list[Verdict | None]:
+            return list(await self.backend.read_checked(keys, objects(), self._expected(hashes)))[: len(keys)]
+
+        async def count(verdicts: Sequence[Verdict | None]) -> int:
+            good = self._judge(keys, verdicts)
             if staged is not None and good:
                 await self._workers.run(staged.scatter, good)
             self._note(Counted("read_pages", good))
             return good
 
+        if self._has_headers and self.backend.checks:
+            return self.calls.start(call, "read", read_checked, count)
         return self.calls.start(call, "read", read, verify)
 
     def seal(self, hashes: Sequence[bytes], slots: Slots) -> Call[bool]:
@@ -180,6 +194,19 @@ class Store:
         if limit.cancelled_caught:
             raise OpenedLate(f"open {self.url}: no answer within {deadline_s} s")
 
+    def look_around(self, most: int) -> Call[bool]:
+        """List up to ``most`` names, and warn of pages of the same model that cannot be shared."""
+
+        async def names() -> list[str]:
+            return await listed(self.backend, most)
+
+        async def tell(found: list[str]) -> bool:
+            if found or lists_names(self.backend):
+                self.hits.found(await self._workers.run(look_at, found, self.keys))
+            return True
+
+        return self.calls.start(Call("list", False), "query", names, tell)
+
     async def run_down(self, timeout_s: float) -> None:
         """Let the jobs that are about it end, then cut it off: no call is made any more, and nobody waits for one."""
         with anyio.move_on_after(timeout_s):
@@ -228,12 +255,16 @@ class Store:
             self._note(CallBegun("seal"))
             await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunks)
 
-    async def _verify(self, hashes: Sequence[bytes], keys: Sequence[str], objects: Sequence[memoryview]) -> int:
-        """-> the leading pages whose objects all are what they should be."""
+    def _expected(self, hashes: Sequence[bytes]) -> Expected:
+        return Expected(self.keys.namespace_digest, hashes, self.keys.chunks, self._checksums)
+
+    async def _verify(self, hashes: Sequence[bytes], objects: Sequence[memoryview]) -> Sequence[Verdict]:
         if not self._has_headers:
-            return len(hashes)
-        names = self.keys.namespace_digest, hashes, self.keys.chunks
-        verdicts = await self._workers.run(verify_many, objects, *names, self._checksums)
+            return [Verdict.OK] * len(objects)
+        return await self._workers.run(verify_many, objects, *self._expected(hashes))
+
+    def _judge(self, keys: Sequence[str], verdicts: Sequence[Verdict | None]) -> int:
+        """Put away what is bad -> the leading pages whose objects all are what they should be."""
         good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), len(verdicts))
         for key, verdict in zip(keys, verdicts, strict=False):
             if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
