@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.redis.connection import Connection, Reply, ServerError, command, command_with_value
 from hicache_actors.backends.redis.options import RedisOptions, mask
+from hicache_actors.backends.sockets import Pool
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 
@@ -21,10 +21,8 @@ T = TypeVar("T")
 
 _ASKED_AT_ONCE: Final = 256  #: keys of one `exists` before the first answer is looked at
 _SCANNED_AT_ONCE: Final = 512
-_MANY: Final = 4  #: objects for each further connection that a batch takes
 _FULL: Final = frozenset({"OOM"})
 _REFUSED: Final = frozenset({"NOAUTH", "WRONGPASS", "NOPERM", "ERR"})
-_TRIES: Final = 2  #: a connection that was idle may have been closed by the server
 
 
 class RedisBackend(Backend):
@@ -42,15 +40,12 @@ class RedisBackend(Backend):
         self.options = RedisOptions.parse(url)
         self.scope = "cluster" if self.options.host not in ("", "localhost", "127.0.0.1", "::1") else "host"
         self.url = mask(url)
-        self._idle: list[_Pooled] = []
-        self._all: set[_Pooled] = set()
-        self._free = asyncio.Semaphore(self.options.connections)
+        self._pool = Pool(lambda: Connection(self.options), self.options.connections)
         self._counts: Counter[str] = Counter()
-        self._closed = False
 
     async def open(self) -> None:
         try:
-            async with self._connection() as connection:
+            async with self._pool.connection() as connection:
                 cluster = await connection.call("INFO", "cluster")
         except ServerError as error:
             raise self._refusal(error) from error
@@ -63,11 +58,7 @@ class RedisBackend(Backend):
             )  # fmt: skip
 
     async def close(self) -> None:
-        self._closed = True
-        for connection in self._all:
-            connection.close()
-        self._all.clear()
-        self._idle.clear()
+        self._pool.close()
 
     async def exists(self, keys: Sequence[str]) -> int:
         leading = 0
@@ -138,7 +129,7 @@ class RedisBackend(Backend):
                     yield key
 
     def stats(self) -> Mapping[str, int | float | str]:
-        return {"connections": len(self._all), **self._counts}
+        return {"connections": len(self._pool), "reconnects": self._pool.reconnects, **self._counts}
 
     async def _scan(self) -> AsyncIterator[list[str]]:
         cursor, prefix = b"0", self.options.prefix
@@ -167,8 +158,6 @@ class RedisBackend(Backend):
         self, what: str, n: int, part: Callable[[Connection, range], Awaitable[list[T]]]
     ) -> list[T | BackendError]:
         """``part`` of ``n`` objects on several connections -> its answers, in order; a part that failed answers its error."""
-        shares = max(1, min(self.options.connections, n // _MANY))
-        cuts = [range(n * i // shares, n * (i + 1) // shares) for i in range(shares)]
 
         async def run(cut: range) -> list[T | BackendError]:
             try:
@@ -177,57 +166,17 @@ class RedisBackend(Backend):
             except BackendError as error:
                 return [error] * len(cut)
 
-        return [answer for answers in await asyncio.gather(*map(run, cuts)) for answer in answers]
+        return [answer for answers in await asyncio.gather(*map(run, self._pool.shares(n))) for answer in answers]
 
     async def _on_one(
         self, what: str, batch: range, part: Callable[[Connection, range], Awaitable[list[T]]]
     ) -> list[T]:
         if not batch:
             return []
-        for tries_left in reversed(range(_TRIES)):
-            fresh = True
-            try:
-                async with self._connection() as connection:
-                    fresh = not connection.was_idle
-                    return await part(connection, batch)
-            except (ConnectionError, EOFError) as error:
-                if fresh or not tries_left:
-                    raise self._failed(what, error) from error
-                self._counts["reconnects"] += 1
-                self._drop_idle()  # whatever ended this one has ended them too
-            except (OSError, TimeoutError, ServerError) as error:
-                raise self._failed(what, error) from error
-        raise AssertionError("the last try returns or raises")
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[_Pooled]:
-        """One of the pool, for one task; closed unless its replies have all been taken."""
-        if self._closed:
-            raise ConnectionError("closed")
-        async with self._free:
-            connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                connection = _Pooled(self.options)
-                self._all.add(connection)
-            clean = False
-            try:
-                if not connection.is_open:
-                    await connection.open()
-                yield connection
-                clean = True
-            finally:
-                if clean and not self._closed:
-                    connection.was_idle = True
-                    self._idle.append(connection)
-                else:
-                    connection.close()
-                    self._all.discard(connection)
-
-    def _drop_idle(self) -> None:
-        for connection in self._idle:
-            connection.close()
-            self._all.discard(connection)
-        self._idle.clear()
+        try:
+            return await self._pool.run(lambda connection: part(connection, batch))
+        except (OSError, ServerError) as error:  # a TimeoutError is an OSError
+            raise self._failed(what, error) from error
 
     def _key(self, key: str) -> str:
         return self.options.prefix + key
@@ -250,10 +199,6 @@ class RedisBackend(Backend):
             f"the server refuses: {error}",
             fix="correct the user, the password or the database in the URL",
         )
-
-
-class _Pooled(Connection):
-    was_idle = False  #: it has served before, so the server may have closed it since
 
 
 def _text(error: BaseException) -> str:

@@ -5,20 +5,16 @@ Format: https://redis.io/docs/latest/develop/reference/protocol-spec.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from hicache_actors.backends.redis.options import RedisOptions
+from hicache_actors.backends.sockets import Wire
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ServerError | None"
 
 _LINE_BYTES: Final = 512  #: of any line: errors are the longest
 _AHEAD_BYTES: Final = 32  #: read with a line: little of a value that follows it is copied twice
-_SOCKET_BYTES: Final = 4 << 20
-_SKIP_BYTES: Final = 64 << 10
 
 
 class ServerError(Exception):
@@ -30,52 +26,31 @@ class ServerError(Exception):
 
 
 class Connection:
-    """Commands and their replies, in order.  One task at a time; after an exception that is no `ServerError` it is of no use.
-
-    Each wait ends after ``timeout_s`` without progress, with TimeoutError.
-    """
+    """Commands and their replies, in order.  One task at a time; after an exception that is no `ServerError` it is of no use."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
-        self._socket: socket.socket | None = None
-        self._loop = asyncio.get_running_loop()
-        self._ahead = bytearray(_LINE_BYTES)
-        self._view = memoryview(self._ahead)
+        self._wire = Wire(options.host, options.port, options.path, options.timeout_s)
+        self._ahead = memoryview(bytearray(_LINE_BYTES))
         self._start = self._end = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._wire.is_open
 
     async def open(self) -> None:
         """Raises OSError, TimeoutError, or `ServerError` if the server refuses the user, or the database."""
         options = self._options
-        self.close()
-        family, address = _where(options)
-        if options.host:
-            found = await self._loop.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-            family, address = found[0][0], found[0][4]
         self._start = self._end = 0
-        sock = self._socket = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        if options.host:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-        async with asyncio.timeout(options.timeout_s):
-            await self._loop.sock_connect(sock, address)
+        await self._wire.open()
         if options.password:
             user = [options.user] if options.user else []
             await self.call("AUTH", *user, options.password)
         if options.db:
             await self.call("SELECT", str(options.db))
 
-    @property
-    def is_open(self) -> bool:
-        return self._socket is not None
-
     def close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-            self._socket = None
+        self._wire.close()
 
     async def call(self, *words: str) -> Reply:
         """One command and its reply; raises `ServerError` if that is an error."""
@@ -86,9 +61,7 @@ class Connection:
         return reply
 
     async def send(self, *parts: bytes | memoryview) -> None:
-        for part in parts:
-            async with asyncio.timeout(self._options.timeout_s):
-                await self._loop.sock_sendall(self._open_socket(), part)
+        await self._wire.send(*parts)
 
     async def reply(self) -> Reply:
         """The next reply, whole; errors are returned, not raised."""
@@ -131,10 +104,9 @@ class Connection:
 
     async def _line(self) -> bytes:
         while True:
-            at = self._ahead.find(b"\r\n", self._start, self._end)
-            if at >= 0:
-                line = bytes(self._view[self._start : at])
-                self._start = at + 2
+            line, end, _ = bytes(self._ahead[self._start : self._end]).partition(b"\r\n")
+            if end:
+                self._start += len(line) + 2
                 return line
             await self._read_ahead()
 
@@ -145,39 +117,24 @@ class Connection:
 
     async def _fill(self, buffer: memoryview) -> None:
         done = min(len(buffer), self._end - self._start)
-        buffer[:done] = self._view[self._start : self._start + done]
+        buffer[:done] = self._ahead[self._start : self._start + done]
         self._start += done
-        while done < len(buffer):
-            done += await self._receive(buffer[done:])
+        await self._wire.fill(buffer[done:])
 
     async def _skip(self, length: int) -> None:
-        scratch = memoryview(bytearray(min(length, _SKIP_BYTES)))
-        while length:
-            part = scratch[: min(length, _SKIP_BYTES)]
-            await self._fill(part)
-            length -= len(part)
+        ahead = min(length, self._end - self._start)
+        self._start += ahead
+        await self._wire.skip(length - ahead)
 
     async def _read_ahead(self) -> None:
         left = self._end - self._start
         if self._start:
-            self._view[:left] = bytes(self._view[self._start : self._end])
+            self._ahead[:left] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, left
-        room = self._view[left : left + _AHEAD_BYTES]
+        room = self._ahead[left : left + _AHEAD_BYTES]
         if not room:
             raise ConnectionError("a line without an end")
-        self._end += await self._receive(room)
-
-    async def _receive(self, buffer: memoryview) -> int:
-        async with asyncio.timeout(self._options.timeout_s):
-            received = await self._loop.sock_recv_into(self._open_socket(), buffer)
-        if not received:
-            raise ConnectionError("the server has closed the connection")
-        return received
-
-    def _open_socket(self) -> socket.socket:
-        if self._socket is None:
-            raise ConnectionError("not connected")
-        return self._socket
+        self._end += await self._wire.receive(room)
 
 
 def command(*words: str | bytes) -> bytes:
@@ -198,7 +155,3 @@ def _whole(text: bytes) -> int:
         return int(text)
     except ValueError:
         raise ConnectionError(f"an answer that is not RESP: a number is {text[:40]!r}") from None
-
-
-def _where(options: RedisOptions) -> tuple[socket.AddressFamily, str | tuple[object, ...]]:
-    return (socket.AF_UNIX, options.path) if not options.host else (socket.AF_INET, (options.host, options.port))
