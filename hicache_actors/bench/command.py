@@ -102,6 +102,11 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         "default": 5,
         "help": "runs of each loop; a ratio is the median over them (default: %(default)s)",
     },
+    "--threads": {
+        "type": _positive,
+        "default": 1,
+        "help": "threads that share a copy (default: %(default)s)",
+    },
     "--quick": {"action": "store_true", "help": "an eighth of the work: a look, not a result"},
 }
 

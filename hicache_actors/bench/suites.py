@@ -95,6 +95,20 @@ Agreement between ranks: 2 and 4 processes on this machine, over gloo and over T
 Figures are of rank 0, the worst rank's for idle_cpu_percent.  Takes about a minute; --quick shortens each part.
 """
 
+_TRANSFER: Final = """\
+Times copies between KV tensors and host slots on the CPU device, for each shape, host layout and direction: 64 MiB, to and from
+every other page of both sides, in another order.
+
+  gb_s              by the device, as loads and write-backs go: 1e9 bytes a second
+  memcpy_gb_s       one memcpy for each contiguous run of the same copy, in the order of the target, on as many threads
+  memcpy_flat_gb_s  one memcpy of as many bytes, for scale
+  torch_gb_s        index_select and index_copy_, a layer at a time, with torch's threads
+  run_bytes         how long the runs are
+  ratio_memcpy      gb_s against memcpy_gb_s; ratio_torch against torch_gb_s: medians of pairs in one round
+
+Needs the native library.  Takes about a minute and 0.6 GB.  Other processes disturb both halves of a pair, so trust the ratios.
+"""
+
 SUITES: Final[dict[str, Suite]] = {
     "ranks": Suite(
         ("hicache_actors.bench.ranks",), "agreement between ranks: rounds, waits, idle cost", _RANKS, ("--quick",)
@@ -110,6 +124,12 @@ SUITES: Final[dict[str, Suite]] = {
         "pages to a store and back, beside plain loops",
         _STORAGE,
         ("--url", "--rounds", "--quick"),
+    ),
+    "transfer": Suite(
+        ("hicache_actors.bench.transfer",),
+        "copies between device and host, beside memcpy and torch",
+        _TRANSFER,
+        ("--threads", "--quick"),
     ),
     "serving": Suite(
         ("hicache_actors.bench.serving",),

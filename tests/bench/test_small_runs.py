@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +14,9 @@ from hicache_actors.bench.reports import ROWS
 from hicache_actors.bench.reports import measure as measure_reports
 from hicache_actors.bench.rig import PAGE_TOKENS, BenchError, open_rig
 from hicache_actors.bench.storage import measure as measure_storage
+from hicache_actors.bench.transfer import measure as measure_transfer
+from hicache_actors.memory.layout import Order
+from hicache_actors.memory.shapes import KVShape
 
 TINY: Mapping[str, tuple[int, int]] = {"pages_1m": (1 << 20, 3), "pages_64k": (64 << 10, 6)}
 OF_A_SIZE = ["write_gb_s", "read_gb_s", "ratio_write", "ratio_read"]
@@ -53,6 +56,23 @@ async def test_a_store_that_loses_pages_gives_no_figures() -> None:
         await rig.backend.delete(sorted(rig.backend.stored)[:1])
         with pytest.raises(BenchError, match=f"of {4 * PAGE_TOKENS} tokens were fetched"):
             await rig.fetch(rig.prompt(1), "two")
+
+
+def test_transfer() -> None:
+    shapes = {
+        "gqa": KVShape(layers=2, kv=2, heads=2, head_dim=64, dtype="bfloat16", page_size=4),
+        "mla": KVShape(layers=2, kv=1, heads=1, head_dim=96, dtype="bfloat16", page_size=4),
+    }
+    figures = dict(measure_transfer(shapes, 1 << 16, 1, 2, quiet=True))
+    assert (figures.pop("device"), figures.pop("threads")) == ("native threads", "2")
+    rows = {name.rpartition(".")[0] for name in check(figures)}
+    layouts = {"gqa": get_args(Order), "mla": ("page_first_direct", "page_first", "layer_first", "page_unified")}
+    ways = ("load", "write_back")
+    assert rows == {f"{shape}.{order}.{way}" for shape in shapes for order in layouts[shape] for way in ways}
+    run_bytes = {name: value for name, value in check(figures).items() if name.endswith("run_bytes")}
+    assert run_bytes["gqa.page_first_direct.load.run_bytes"] == 4 * 2 * 64 * 2
+    assert run_bytes["gqa.page_head.write_back.run_bytes"] == 64 * 2
+    assert run_bytes["mla.page_first.load.run_bytes"] == 96 * 2
 
 
 async def test_serving() -> None:
