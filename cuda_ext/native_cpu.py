@@ -57,7 +57,7 @@ class NativeCpuDevice(ControlledDevice["NativeStream"]):
         Raises `RuntimeError` where the native library is not in use.
         """
         super().__init__(name)
-        self.copy_threads = copy_threads
+        self.copy_threads, self.watch_s = copy_threads, watch_s
         self.faults = Faults()
         device = weakref.ref(self)
         self.teller = DeviceTeller(

@@ -109,6 +109,20 @@ every other page of both sides, in another order.
 Needs the native library.  Takes about a minute and 0.6 GB.  Other processes disturb both halves of a pair, so trust the ratios.
 """
 
+_COMPLETIONS: Final = """\
+Times how the end of a copy on the native CPU device reaches whoever waits for it, on asyncio and, where it is installed, uvloop.
+
+  wake_us_1, wake_us_64    from the end of native work until the coroutine runs, with 1 and with 64 in flight: one ring, one eventfd
+  wake_us_1_by_thread      the same without the ring: a thread of Python and call_soon_threadsafe
+  idle_cpu_percent         of a core, while 64 coroutines wait for 10 s and nothing ends (< 0.2)
+  tickets, tickets_lost    100,000 ends awaited by 64 coroutines on 4 streams; none may be lost
+  ticket_us                one of them, submitting it included; tickets_per_wake_up: ends for one write to the eventfd
+  layers                   loads of 16, 32 and 64 layers, 2 ms each: submit_us, first_layer_ms until a forward may begin,
+                           whole_load_ms, and share: the one by the other (a quarter at most)
+
+Needs the native library.  Takes about a minute.  Other processes disturb the tails most.
+"""
+
 SUITES: Final[dict[str, Suite]] = {
     "ranks": Suite(
         ("hicache_actors.bench.ranks",), "agreement between ranks: rounds, waits, idle cost", _RANKS, ("--quick",)
@@ -130,6 +144,12 @@ SUITES: Final[dict[str, Suite]] = {
         "copies between device and host, beside memcpy and torch",
         _TRANSFER,
         ("--threads", "--quick"),
+    ),
+    "completions": Suite(
+        ("hicache_actors.bench.completions",),
+        "how the end of a copy reaches who waits for it",
+        _COMPLETIONS,
+        ("--quick",),
     ),
     "serving": Suite(
         ("hicache_actors.bench.serving",),

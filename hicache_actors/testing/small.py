@@ -83,6 +83,7 @@ def prompt(pages: int, *, family: int = 0, extra: int = 1, scope: Scope = NO_SCO
 async def open_small(
     *,
     device_pages: int = 16,
+    shape: KVShape = SHAPE,
     config: Config | None = None,
     backend: Backend | None = None,
     device: ControlledDevice[Any] | None = None,
@@ -98,7 +99,7 @@ async def open_small(
     threads = not getattr(asyncio.get_running_loop(), "threadless", False)
     if device is None:
         device = open_cpu_device() if threads else SimDevice()
-    kv = KVTensors.make(SHAPE, device_pages)
+    kv = KVTensors.make(shape, device_pages)
     async with HiCache.open(
         config or small_config(**settings), kv, device=device, backend=backend, slots=slots, driver=driver
     ) as cache:

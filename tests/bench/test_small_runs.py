@@ -9,12 +9,14 @@ from typing import Any, get_args
 
 import pytest
 
+from hicache_actors.bench.completions import measure as measure_completions
 from hicache_actors.bench.figures import Figures, flat
 from hicache_actors.bench.reports import ROWS
 from hicache_actors.bench.reports import measure as measure_reports
 from hicache_actors.bench.rig import PAGE_TOKENS, BenchError, open_rig
 from hicache_actors.bench.storage import measure as measure_storage
 from hicache_actors.bench.transfer import measure as measure_transfer
+from hicache_actors.cuda_ext.native.library import library, why_not
 from hicache_actors.memory.layout import Order
 from hicache_actors.memory.shapes import KVShape
 
@@ -102,3 +104,17 @@ async def test_reports(row: str) -> None:
         assert figures["load_submits"] == figures["load_submits_limit"]
     if row == "P26":
         assert figures["host_pages_lost"] == 0
+
+
+def test_completions() -> None:
+    if library() is None:
+        pytest.skip(f"the native library is not in use: {why_not()}")
+    found = check(measure_completions(1000, quiet=True))
+    loops = {name.partition(".")[0] for name in found} - {"layers"}
+    assert {"asyncio"} <= loops
+    for loop in loops:
+        assert found[f"{loop}.tickets_lost"] == 0
+        assert found[f"{loop}.tickets"] == 100
+        for wakes in ("wake_us_1", "wake_us_64", "wake_us_1_by_thread"):
+            assert {f"{loop}.{wakes}.p50", f"{loop}.{wakes}.p99"} <= set(found)
+    assert {f"layers.{layers}.share" for layers in (16, 32, 64)} <= set(found)
