@@ -124,8 +124,9 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         ``ranks`` name.
 
         Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs), `PeerError` if
-        not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 seconds.  A bug inside that
-        degraded the cache meanwhile is raised when the block ends, unless the block itself raised.
+        not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 seconds (with ranks: on all of them,
+        if one cannot open its own).  A bug inside that degraded the cache meanwhile is raised when the block ends, unless the block
+        itself raised.
         """
         planned = plan(config, kv, slots=slots, driver=driver, device=device, backend=backend, group=ranks)
         parts = await planned.build(ranks, transport)

@@ -19,7 +19,7 @@ from hicache_actors.core.config import SlotOwner
 from hicache_actors.core.words import Effect, Wake
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device, Listener
-from hicache_actors.errors import ConfigError, PeerError, TransferError
+from hicache_actors.errors import ConfigError, HiCacheError, PeerError, TransferError
 from hicache_actors.events import EventStream
 from hicache_actors.key_choice import layout_of
 from hicache_actors.keys.namespace import SINGLE_RANK
@@ -100,6 +100,7 @@ class Parts:
             storage_config=config.storage,
             page_size=config.page_size,
             rank=0 if group is None else group.rank,
+            round_s=None if link is None else link.group.deadline_s,
         )
         self.pipelines = Pipelines(self.system, self.movers, self.board, kv.shape.layers)
         self.driver = self._make_driver(driver)
@@ -108,9 +109,8 @@ class Parts:
         self.shadow = Shadow(self.system, self.workers, kv) if config.shadow and disabled is None else None
 
     async def start(self) -> None:
-        """Raises what a backend raises when it is opened; nothing is left running then."""
-        if self.storage_tier.store is not None:
-            await self.storage_tier.store.open(OPEN_DEADLINE_S)
+        """Raises what a backend raises when it is opened (with ranks: `BackendError` on all); nothing is left running then."""
+        await self._open_store()
         await self.system.open()
         await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
@@ -146,6 +146,19 @@ class Parts:
             self.log.error("closed_with_work_left", left=left, memory="kept mapped until the process ends")
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _open_store(self) -> None:
+        store, failure = self.storage_tier.store, None
+        if store is None:
+            return
+        try:
+            await store.open(OPEN_DEADLINE_S)
+        except HiCacheError as error:
+            if self.link is None:
+                raise
+            failure = error
+        if self.link is not None:
+            await self.link.agree_on_opening(failure, OPEN_DEADLINE_S)
 
     async def _close_device(self, limit_s: float) -> bool:
         if self.device.kind == "sim":

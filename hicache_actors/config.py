@@ -158,11 +158,16 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         choice("host.header_bytes", self.header_bytes, HEADER_SIZES, fix="keep 4096, or 0 without storage")
 
 
+_LOAD_S: Final = 5.0
+_LOAD_SHARE: Final = 0.75  #: of the time of a round: the rest is for the steps around it
+
+
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """How long a copy may take, counted from the moment its events have fired.  Then it ends with what it has."""
 
-    load_s: float = 5.0
-    """Host to device.  Default: 5 s."""
+    load_s: float | None = None
+    """Host to device.  Default: 5 s, or three quarters of `RankGroup.deadline_s` if that is less: a forward pass that waits for a
+    load must end before the other ranks give this one up."""
 
     write_back_s: float = 10.0
     """Device to host.  Default: 10 s."""
@@ -171,9 +176,16 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Host to storage.  Default: 30 s."""
 
     def __post_init__(self) -> None:
-        positive("deadlines.load_s", self.load_s, "seconds")
+        if self.load_s is not None:
+            positive("deadlines.load_s", self.load_s, "seconds")
         positive("deadlines.write_back_s", self.write_back_s, "seconds")
         positive("deadlines.backup_s", self.backup_s, "seconds")
+
+    def load_limit_s(self, round_s: float | None = None) -> float:
+        """``load_s``, or its default where rounds of several ranks have ``round_s`` seconds."""
+        if self.load_s is not None:
+            return self.load_s
+        return _LOAD_S if round_s is None else min(_LOAD_S, _LOAD_SHARE * round_s)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

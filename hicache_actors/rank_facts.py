@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from hicache_actors.config import Config
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.errors import ConfigError
@@ -19,11 +21,13 @@ def facts_of(config: Config, shape: KVShape, slots: SlotOwner, *, storage: bool,
         "page_size": config.page_size,
         "write_policy": config.write_policy,
         "eviction": config.eviction,
+        **{f"policy.{name}": value for name, value in msgspec.structs.asdict(config.policy).items()},
         "slots": slots,
         "enabled": enabled,
         "storage.url": storage,
         "storage.prefetch_threshold_tokens": config.storage.prefetch_threshold_tokens,
         "storage.prefetch_policy": config.storage.prefetch_policy,
+        "storage.keys": config.storage.keys,
         "model.model_id": config.model.model_id,
         "model.weights": config.model.weights,
         "model.total_kv_heads": config.model.total_kv_heads,
@@ -47,3 +51,12 @@ def check_ranks(config: Config, group: RankGroup, *, steps: bool) -> None:
         )
     if config.shadow:
         raise ConfigError("shadow", True, "works on one rank", allowed="False", fix="switch it off")
+    load_s = config.deadlines.load_s
+    if load_s is not None and load_s >= group.deadline_s:
+        raise ConfigError(
+            "deadlines.load_s",
+            load_s,
+            f"ranks.deadline_s is {group.deadline_s} s: a forward pass may wait so long, and the others would give this rank up",
+            allowed=f"less than {group.deadline_s} s",
+            fix="leave it out, or raise ranks.deadline_s",
+        )

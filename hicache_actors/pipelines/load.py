@@ -26,10 +26,10 @@ async def load(movers: Movers, start: StartLoad, job: OpenJob) -> None:
     begun_s = anyio.current_time()
     plan = movers.device.load_plan(start.source, start.target)
     last = movers.device.call(SubmitLoad(plan, job.waits, job.hold))
-    with anyio.CancelScope(deadline=movers.at(movers.deadlines.load_s)) as limit:
+    with anyio.CancelScope(deadline=movers.at(movers.load_limit_s)) as limit:
         await fired(last)  # streams keep their order: the last layer ends last
     if limit.cancelled_caught:
-        job.waits.fail(TransferError(f"load job {job.job} missed its deadline of {movers.deadlines.load_s} s"))
+        job.waits.fail(TransferError(f"load job {job.job} missed its deadline of {movers.load_limit_s} s"))
     failed = job.waits.error is not None
     movers.device.tell(CopyEnded("load", plan.nbytes, failed))
     if not failed:

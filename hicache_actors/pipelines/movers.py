@@ -34,10 +34,13 @@ class Movers:
         storage_config: StorageConfig,
         page_size: int,
         rank: int = 0,
+        round_s: float | None = None,
     ) -> None:
+        """``round_s``: how long a round of several ranks may take."""
         self.rank = rank  #: this one's number among those that agree
         self.device, self.host, self.storage = device, host, storage
         self.deadlines, self.page_size = deadlines, page_size
+        self.load_limit_s = deadlines.load_limit_s(round_s)
         self._workers, self._storage_config = workers, storage_config
         self._page_bytes = host.memory.shape.page_bytes
         self.flows = Flows()

@@ -9,10 +9,11 @@ from typing import Final
 import structlog
 
 from hicache_actors.core import Core
+from hicache_actors.errors import HiCacheError
 from hicache_actors.ranks.divergence import explain
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.intake import Intake
-from hicache_actors.ranks.start import Fact, agree_on_start
+from hicache_actors.ranks.start import Fact, agree_on_opening, agree_on_start
 from hicache_actors.ranks.sync import RankSync
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.runtime import Workers, bind_log
@@ -33,6 +34,13 @@ class RankLink:
     def explain(self, core: Core) -> str:
         """For the report of a divergence, which all ranks make in the same place."""
         return explain(self.sync, core.decisions, core.decided, self.sync.deadline_s / 4)
+
+    async def agree_on_opening(self, failure: HiCacheError | None, opening_s: float) -> None:
+        """All ranks: each has opened its store, which may take ``opening_s``, or ``failure`` says why not.
+
+        Raises, on all ranks alike, `BackendError` if one could not; `PeerError` if one does not answer.
+        """
+        await agree_on_opening(self.sync, failure, self.group.start_deadline_s + opening_s)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """Our own channel: the leader's next intake, once there is one, on all ranks -> None after ``timeout_s`` of the leader.

@@ -1,22 +1,25 @@
 """What the ranks compare once, before the first step.
 
 Sizes are agreed by MIN.  Facts must be equal: one that differs refuses the start on all ranks and is named, instead of a hang or a
-divergence later.  Two reductions: the first has the same length in all versions and says whether the second has.
+divergence later.  Two reductions: the first has the same length in all versions and says whether the second has.  Then each rank
+opens its store, and one more tells whether all could.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from hicache_actors.errors import ConfigError
+from hicache_actors.errors import BackendError, ConfigError, HiCacheError
 from hicache_actors.ranks.round import PROTOCOL_VERSION
 from hicache_actors.ranks.sync import RankSync
 
 Fact: TypeAlias = int | str | bool | float | None
 
 _WORD: Final = (1 << 62) - 1
+_WORD_BYTES: Final = 7  #: of a text in an int64 that stays positive
+_TEXT_WORDS: Final = 64
 
 
 async def agree_on_start(
@@ -47,6 +50,30 @@ async def agree_on_start(
             between = f": from {least} to {most}" if type(value) is int else ""
             raise ConfigError(name, value, f"differs between the ranks{between}", fix="give all ranks the same value")
     return dict(zip(sizes, reduced[:first], strict=True))
+
+
+async def agree_on_opening(sync: RankSync, failure: HiCacheError | None, timeout_s: float) -> None:
+    """Every rank has opened its store, or says why it could not.  Waits until all have, at most ``timeout_s``.
+
+    Raises, on all ranks alike, `BackendError` with the words of the first rank that could not; `PeerError` if one does not answer.
+    """
+    mine = sync.size if failure is None else sync.rank
+    (first,) = await sync.reduce_async([mine], timeout_s)
+    if first == sync.size:
+        return
+    nothing = [_WORD] * _TEXT_WORDS
+    words = await sync.reduce_async(_spelled(str(failure)) if first == sync.rank else nothing, timeout_s)
+    raise BackendError(f"rank {first} cannot use its storage: {_read(words)}", retryable=False) from failure
+
+
+def _spelled(text: str) -> list[int]:
+    data = text.encode()[: _TEXT_WORDS * _WORD_BYTES].ljust(_TEXT_WORDS * _WORD_BYTES, b"\0")
+    return [int.from_bytes(data[at : at + _WORD_BYTES], "little") for at in range(0, len(data), _WORD_BYTES)]
+
+
+def _read(words: Sequence[int]) -> str:
+    data = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
+    return data.rstrip(b"\0").decode(errors="replace")
 
 
 def _word(value: Fact) -> int:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import anyio
+import pytest
+
 from hicache_actors.backends.wrappers import Fault, at_random
-from hicache_actors.errors import TransferError
-from hicache_actors.testing.ranks import RankHarness, RankOptions, SimRank
+from hicache_actors.errors import BackendError, TransferError
+from hicache_actors.testing.lives import run_checked
+from hicache_actors.testing.ranks import RankHarness, RankOptions, SimNetwork, SimRank
 
 SEEDS = range(3)
 
@@ -108,3 +112,29 @@ def test_b011_acknowledgements_that_differ_leave_no_lock_behind() -> None:
 def test_b013_ranks_that_share_no_host_hit_storage() -> None:
     # Nothing but messages passes between them: each has a store of its own.
     assert sum(harness.stats["storage"] for harness in runs()) > 0
+
+
+def test_b088_a_store_that_hangs_on_one_rank_at_the_start_is_told_to_all_in_time() -> None:
+    options = RankOptions(ranks=4)
+    network = SimNetwork(4, 0)
+    ranks = [SimRank(options, network.transport(number), number) for number in range(4)]
+    ranks[1].doors["first"] = "hung"
+    said: list[str] = []
+
+    async def open_one(rank: SimRank) -> None:
+        with pytest.raises(BackendError) as refused:
+            async with rank.open():
+                raise AssertionError("opened")
+        said.append(str(refused.value))
+
+    async def main() -> float:
+        async with anyio.create_task_group() as group:
+            for rank in ranks:
+                group.start_soon(open_one, rank)
+        return anyio.current_time()
+
+    assert run_checked(main, 0) < 12.0
+    assert len(said) == 4
+    assert len(set(said)) == 1
+    assert said[0].startswith("rank 1 cannot use its storage: open")
+    assert "no answer within 10.0 s" in said[0]

@@ -63,7 +63,7 @@ class Directed:
         assert anyio.current_time() - begun_s <= 2 * deadline_s + 1.0
 
     def _prepare(self, rank: SimRank) -> None:
-        rank.door = self.doors[rank.number]
+        rank.doors = dict.fromkeys(("memory://new", "memory://again"), self.doors[rank.number])
         if rank.number == 0:
             rank.operate = lambda: self._operate(rank)  # type: ignore[method-assign]
 
@@ -100,7 +100,7 @@ def test_a_store_that_one_rank_cannot_open_is_refused_on_all(doors: tuple[DoorKi
     for rank in harness.ranks:
         snapshot = rank.cache.snapshot().storage
         assert snapshot is not None
-        assert (snapshot.url, snapshot.attached) == ("Slow", 1), "the old store stays"
+        assert (snapshot.url, snapshot.attached) == ("Door", 1), "the old store stays"
     assert harness.stats["storage"], "and is used"
 
 

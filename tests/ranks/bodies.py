@@ -69,6 +69,86 @@ async def compare(rank: int, pipe: Connection, size: int, port: int, kind: Any, 
     return dict(link.sizes)
 
 
+async def rooms(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any) -> Any:
+    """Clients of the leader wait for room in a pool that one request fills: in order, one only briefly, one goes away."""
+    engines_own = GlooTransport(group_of(rank, size, ports[1]))
+    rids = ("holder", "first", "second")
+    async with open_rank(group_of(rank, size, ports[0], kind), device_pages=8) as cache:
+        order = list[str]()
+        allocated = {rid: asyncio.Event() for rid in rids}
+
+        async def wait_for_room(rid: str) -> None:
+            async with cache.room(24, deadline_s=30.0) as room:
+                assert not isinstance(room, Shortfall)
+                async with cache.acquire(prompt(5, family=len(rid)), rid=rid, room=room):
+                    await allocated[rid].wait()
+                    order.append(rid)
+
+        async def briefly() -> None:
+            async with cache.room(24, deadline_s=0.05) as room:
+                assert isinstance(room, Shortfall)
+                order.append(room.reason)
+
+        async def clients() -> None:
+            async with anyio.create_task_group() as group, cache.acquire(prompt(6), rid="holder"):
+                await allocated["holder"].wait()
+                first = anyio.CancelScope()
+
+                async def goes_away() -> None:
+                    with first:
+                        async with cache.room(24, deadline_s=30.0):
+                            raise AssertionError("the pool is full")
+
+                group.start_soon(goes_away)
+                await asyncio.sleep(0)
+                group.start_soon(wait_for_room, "first")
+                await asyncio.sleep(0)
+                group.start_soon(wait_for_room, "second")
+                await briefly()
+                first.cancel()
+
+        task = asyncio.ensure_future(clients()) if rank == 0 else None
+        seen, went_on = set[str](), True
+        while went_on:
+            await cache.wait_intake_async(0.0)
+            await cache.begin_step_async()
+            for rid in rids:
+                lease = cache.acquired(rid)
+                if lease is not None and rid not in seen:
+                    assert not isinstance(lease.allocate(len(lease.prompt) - lease.usable_tokens), Shortfall), rid
+                    seen.add(rid)
+                    allocated[rid].set()
+            cache.end_step()
+            done = b"\1" if task is not None and task.done() else b""
+            flight = engines_own.broadcast(done, 10.0)
+            went_on = not await asyncio.get_running_loop().run_in_executor(None, flight.result, 10.0)
+        if task is not None:
+            await task
+        await cache.wait_intake_async(0.0)
+        await step(cache)
+        await settle(cache)
+        assert cache.driver.failure is None, cache.driver.failure
+        check_whole(cache.core)
+        digest = cache.core.log_digest
+    engines_own.close()
+    return (digest, sorted(seen)), order
+
+
+class Unreachable(MemoryBackend):
+    async def open(self) -> None:
+        raise BackendError("nobody listens at 10.0.0.7:6379 " + "x" * 1000)
+
+
+async def open_with_a_store_that_fails(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> str:
+    """The next to last rank cannot reach its store."""
+    backend = Unreachable() if rank == size - 2 else MemoryBackend()
+    try:
+        async with open_rank(group_of(rank, size, port, kind), backend=backend):
+            return "open"
+    except BackendError as error:
+        return str(error)
+
+
 def lose_a_peer(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
     """The last rank leaves; what the others are told, and whether the next epoch works without it."""
     sync = RankSync(open_transport(group_of(rank, size, port, kind)), deadline_s=2.0)
@@ -287,9 +367,26 @@ async def close_and_drain(rank: int, pipe: Connection, size: int, port: int, kin
     return left, rounds, core.log_digest, dict(core.usage().jobs)
 
 
-class Shut(MemoryBackend):
-    async def open(self) -> None:
-        raise BackendError("planted: it is shut")
+async def two_nodes(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """What one life has stored, the next one finds -> where its tokens came from."""
+    backend = MemoryBackend()
+    for epoch in range(2):
+        async with open_rank(group_of(rank, size, port, kind, epoch=epoch), backend=backend) as cache:
+            await cache.begin_step_async()
+            fetch = cache.prefetch(prompt(3), "again", deadline_s=20.0)
+            cache.end_step()
+            while not fetch.settled:
+                await step(cache)
+            await cache.begin_step_async()
+            lease = cache.lease(prompt(3), "again")
+            lease.load()
+            account = msgspec.to_builtins(lease.account)
+            assert not isinstance(lease.allocate(13 - lease.usable_tokens), Shortfall)
+            lease.commit(13)
+            lease.release()
+            cache.end_step()
+            assert await cache.drain(20.0, stepping=True) == 0
+    return {name: tokens for name, tokens in account.items() if isinstance(tokens, int) and tokens}
 
 
 async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any, folder: str) -> Any:
@@ -300,7 +397,7 @@ async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int]
     async with open_rank(group_of(rank, size, ports[0], kind), backend=hung, device_pages=24) as cache:
         storage, answers = cache.movers.storage, list[str]()
         find = storage.find
-        storage.find = lambda store: find(Shut() if rank == size - 1 and store == "memory://shut" else store)
+        storage.find = lambda store: find(Unreachable() if rank == size - 1 and store == "memory://shut" else store)
 
         async def operator() -> None:
             try:

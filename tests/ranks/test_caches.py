@@ -51,3 +51,11 @@ def test_stores_are_switched_on_all_ranks_or_on_none(four: Crew, kind: Transport
     assert nothing == []
     assert agreed[1]["storage"] == 12, agreed[1]
     assert agreed[2] == f"file://{tmp_path}/second"
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_room_is_given_in_order_on_all_ranks(four: Crew, kind: TransportKind) -> None:
+    (agreed, order), *others = four.run(bodies.rooms, 3, [free_port(), free_port()], kind, size=3)
+    assert [other[0] for other in others] == [agreed, agreed]
+    assert agreed[1] == ["first", "holder", "second"]
+    assert order == ["device_capacity", "first", "second"]

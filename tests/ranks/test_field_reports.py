@@ -88,7 +88,14 @@ def test_b011_a_store_that_fails_a_quarter_of_its_keys_on_one_rank(four: Crew) -
     must_be_equal(run(four, TENSOR_2, Trouble(1, miss=0.25)))
 
 
-def test_b013_ranks_that_share_no_host_find_what_they_have_stored(four: Crew) -> None:
-    records = run(four, TENSOR_2, Trouble(1), steps=60)  # nothing but an address joins them
-    must_be_equal(records)
-    assert any(account["host"] + account["storage"] for _, account in records[0]["accounts"])
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_b088_a_store_that_one_rank_cannot_reach_is_told_to_all(four: Crew, kind: TransportKind) -> None:
+    said, *others = four.run(bodies.open_with_a_store_that_fails, 4, free_port(), kind)
+    assert said.startswith("rank 2 cannot use its storage: nobody listens at 10.0.0.7:6379")
+    assert all(other == said for other in others), "all stop with the same message"
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_b013_two_nodes_of_one_rank_each_hit_all_that_they_have_stored(four: Crew, kind: TransportKind) -> None:
+    """No shared folder, no shared memory, no socket in a folder: a store of its own for each, and one address."""
+    assert four.run(bodies.two_nodes, 2, free_port(), kind, size=2) == [{"storage": 12, "computed": 1}] * 2

@@ -69,7 +69,7 @@ class SimRank:
         self.objects = MemoryBackend()  #: what its store holds
         self.others: dict[str, MemoryBackend] = {}  #: what the stores hold that the operator attaches, by URL
         self.store = self._store(self.objects)
-        self.door: DoorKind | None = None  #: how those open here; None: drawn
+        self.doors: dict[str, DoorKind] = {}  #: how stores open here: the "first" one, and by URL; others are drawn
         self.freed_early: list[int] = []  #: jobs that left Core while their copies or reads still ran here
         self._transport = transport
 
@@ -87,7 +87,7 @@ class SimRank:
             kv,
             driver="step",
             device=self.device,
-            backend=self.store,
+            backend=Door(self.store, self.doors.get("first", "open"), self.local),
             ranks=options.group(self.number),
             transport=self._transport,
         ) as self.cache:
@@ -183,8 +183,8 @@ class SimRank:
         """What the operator names is another store on each rank, and may not open there."""
         assert isinstance(store, str)
         objects = self.others.setdefault(store, MemoryBackend())
-        (door,) = self.local.choices(get_args(DoorKind), (20, 2, 1, 1)) if self.door is None else (self.door,)
-        backend = Door(self._store(objects), door, self.local)
+        (drawn,) = self.local.choices(get_args(DoorKind), (20, 2, 1, 1))
+        backend = Door(self._store(objects), self.doors.get(store, drawn), self.local)
         source = source_of(self.cache._parts.config, SHAPE, backend, self.options.group(self.number))
         return msgspec.structs.replace(source, url=store)
 
