@@ -55,7 +55,7 @@ def test_a_wheel_holds_every_module_where_it_is_imported_from(wheel: zipfile.Zip
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hicache_actors"}
 
 
-def test_a_wheel_holds_the_headers_and_where_there_is_a_compiler_the_native_library(wheel: zipfile.ZipFile) -> None:
+def test_a_wheel_holds_the_headers_and_what_the_compilers_at_hand_make_of_them(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     native = ROOT / "cuda_ext" / "native"
     headers = [native / "capi.h", *native.glob("capi/*.h"), *native.glob("include/*.h")]
@@ -64,6 +64,9 @@ def test_a_wheel_holds_the_headers_and_where_there_is_a_compiler_the_native_libr
     } <= names
     built = "hicache_actors/cuda_ext/native/_native.abi3.so" in names
     assert built == (shutil.which("g++") is not None)
+    kernels = {name for name in names if name.startswith("hicache_actors/cuda_ext/native/kernels/")}
+    assert "hicache_actors/cuda_ext/native/kernels/copy.cu" in kernels
+    assert len(kernels) == 1 + (shutil.which("nvcc") is not None)  # machine code for all GPUs
 
 
 def test_a_wheel_says_what_it_needs_and_how_it_may_be_used(wheel: zipfile.ZipFile) -> None:
