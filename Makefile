@@ -6,6 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALLED := $(VENV)/.requirements
 ENGINES := $(VENV)/.engines
+# LMCache's own list would bring a CUDA build of torch: this is what its server needs beside the torch that is there.
+LMCACHE := $(VENV)/lmcache
+LMCACHE_NEEDS := aiofile blake3 aiohttp py-cpuinfo pyyaml pyzmq redis safetensors sortedcontainers cachetools nvtx fastapi uvicorn httpx \
+	numba opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp opentelemetry-exporter-prometheus cryptography httptools awscrt \
+	'numpy<=2.2.6'
 NATIVE_SOURCES := setup.py $(wildcard cuda_ext/native/capi.h cuda_ext/native/*/*.h cuda_ext/native/*/*.cpp)
 
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
@@ -81,6 +86,10 @@ $(ENGINES): $(INSTALLED)
 	ldconfig -p | grep -q libibverbs.so.1 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1; }
 	command -v ip > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; }
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test-engines]'
+	$(PYTHON) -m venv --without-pip $(LMCACHE)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d $(LMCACHE)/lib/python3*/site-packages)/torch-from-here.pth
+	$(BIN)/python -m pip --python $(LMCACHE)/bin/python install --quiet --no-deps lmcache==0.5.6
+	$(BIN)/python -m pip --python $(LMCACHE)/bin/python install --quiet $(LMCACHE_NEEDS) 2> $(LMCACHE)/pip.log || { cat $(LMCACHE)/pip.log; false; }
 	touch $@
 
 # The install has built the native library once; newer sources build it again, in seconds.  Without a compiler it stays away.

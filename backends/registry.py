@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP: Final = "hicache_actors.backends"
 _BUILT_IN: Final = {
     "memory": ("hicache_actors.backends.memory", "MemoryBackend"),
     "file": ("hicache_actors.backends.file", "FileBackend"),
+    "lmcache": ("hicache_actors.backends.lmcache", "LMCacheBackend"),
     "mooncake": ("hicache_actors.backends.mooncake", "MooncakeBackend"),
     "sglang-file": ("hicache_actors.backends.sglang_file", "SGLangFileBackend"),
     "s3": ("hicache_actors.backends.s3", "S3Backend"),

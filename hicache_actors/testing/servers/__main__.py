@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hicache_actors.errors import MissingExtraError
+from hicache_actors.testing.servers.lmcache import lmcache
 from hicache_actors.testing.servers.mooncake import mooncake_master, mooncake_owner
 from hicache_actors.testing.servers.seaweed import KEYS, seaweed
 from hicache_actors.testing.servers.server import Server
@@ -28,6 +29,7 @@ def _mooncake(folder: Path) -> Server:
 
 
 SERVERS: Mapping[str, tuple[Callable[[Path], Server], str]] = {
+    "lmcache": (lmcache, "lmcache_server, in memory, without any bound"),
     "mooncake": (_mooncake, "a Mooncake master and 512 MiB that a process lends; its clients listen on all interfaces"),
     "seaweed": (seaweed, f"SeaweedFS with its S3 gateway; clients need {_SECRETS}"),
     "valkey": (valkey, "Valkey, in memory, at most 1 GiB, evicts the least recently used"),
