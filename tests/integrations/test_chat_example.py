@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from hicache_actors import Account
 from hicache_actors.testing.shadow import Mismatch, ShadowStore
@@ -130,20 +129,14 @@ class TestVerdict:
             prompt=[5] * 1600,
             answer=[6],
             account=Account(device, host, storage, 1600 - sum(tiers), {}),
-            chunk_tokens=512,
-            threads=1,
-            reused_pages=[],
-            first_logits=torch.zeros(3),
             ttft_s=ratio,
-            layer_wait_s=0.0,
         )
         turn.restarted, turn.recompute_ttft_s, turn.plain_answer = restarted, 1.0, [6]
         return turn
 
     def verdict(self, turns: list[Any], *, shadow: ShadowStore | None = None, replayed: int | None = None) -> Any:
-        return chat_proof.Verdict(
-            turns, shadow or ShadowStore(), len(turns) if replayed is None else replayed, judge_speed=True
-        )
+        replayed = len(turns) if replayed is None else replayed
+        return chat_proof.Verdict(turns, shadow or ShadowStore(), replayed, layer_wait_s=0.0, judge_speed=True)
 
     def good(self) -> list[Any]:
         return [*(self.turn() for _ in range(4)), self.turn(restarted=True)]
@@ -192,7 +185,8 @@ def test_a_run_with_a_toy_model_proves_itself(tmp_path: Path) -> None:
     result = run_chat("--model", "toy", "--threads", "1", "--json", str(tmp_path / "out.json"))
     assert result.returncode == 0, result.stdout + result.stderr
     out = json.loads((tmp_path / "out.json").read_text())
-    assert len(out["turns"]) == out["replayed_turns"] == 12
+    assert len(out["turns"]) == out["replayed_turns"] == 14
+    assert {len(turn["beside"]) for turn in out["turns"]} == {1}, "two readers at a time"
     assert out["mismatches"] == 0
     assert out["texts_equal"] is True
     assert out["verified_pages"] > 50

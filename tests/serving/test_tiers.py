@@ -34,7 +34,7 @@ async def evict(s: Serving, seed: int) -> None:
 async def test_reloaded_pages_give_the_bits_of_live_ones(family: str, tmp_path: Path) -> None:
     model, backend = model_of(family), MemoryBackend()
     first = tokens(1, 33)
-    with ScheduleRecorder(tmp_path / "one") as record:
+    with ScheduleRecorder(tmp_path / "schedule") as record:  # of two lives on one store
         async with serving(model, pages=16, backend=backend, recorder=record) as s:
             answer, account = await ask(s.engine, first, 8, "first")
             assert account == (0, 0, 0, 33)
@@ -46,15 +46,17 @@ async def test_reloaded_pages_give_the_bits_of_live_ones(family: str, tmp_path: 
             reloaded, account = await ask(s.engine, second, 12, "host")
             assert account == (0, 40, 0, 6)
             await s.cache.stored(Prompt(second), 10.0)
-    with ScheduleRecorder(tmp_path / "two") as record:
         async with serving(model, pages=16, backend=backend, recorder=record) as s:
             fetched, account = await ask(s.engine, second, 12, "storage")
             assert account == (0, 0, 40, 6)
-    bits = computed(tmp_path / "one", "device")
+    bits = computed(tmp_path / "schedule", "device")
     assert bits.starts == [40, *range(46, 57)]
     assert live == reloaded == fetched == bits.sampled
-    assert computed(tmp_path / "one", "host") == bits
-    assert computed(tmp_path / "two", "storage") == bits
+    assert computed(tmp_path / "schedule", "host") == bits
+    assert computed(tmp_path / "schedule", "storage") == bits
+    found = replayed(model, tmp_path / "schedule")
+    assert found["storage"].tokens == fetched
+    assert not any(each.different for each in found.values())
 
 
 @pytest.mark.parametrize("driver", ["auto", "step"])

@@ -6,6 +6,7 @@ A page is one run of memory in the pool, so that costs a small part of the atten
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,7 @@ class PoolRows:
 
     def __init__(self, kv: KVTensors, *, load_timeout_s: float = 30.0) -> None:
         self.kv, self.load_timeout_s = kv, load_timeout_s
+        self.wait_s = 0.0  #: that passes have spent waiting for layers
         self._buffers: list[torch.Tensor] = [tensor.new_empty(0) for tensor in kv.layer(0)]
 
     def exchange(self, step: Step, layer: int, new: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -51,10 +53,13 @@ class PoolRows:
         return tuple(found)
 
     def _wait(self, load: LayerWait, layer: int) -> None:
+        started_s = time.perf_counter()
         try:
             arrived = load.wait(layer, self.load_timeout_s)
         except HiCacheError as error:
             raise LoadFailed(f"layer {layer} of a cached prefix did not arrive") from error
+        finally:
+            self.wait_s += time.perf_counter() - started_s
         if not arrived:
             raise LoadFailed(f"layer {layer} of a cached prefix did not arrive within {self.load_timeout_s} s")
 

@@ -57,7 +57,8 @@ def logits_digest(row: torch.Tensor) -> int:
 class ScheduleRecorder:
     """Give it to a `ServingEngine`.  Records go to ``path``, one JSON object a line, so that long runs take no memory.
 
-    One cache and one engine in its life: a page whose origin it has not seen is an error at replay.  Any thread.
+    One engine at a time; what it knows of storage outlives the cache, for restarts on the same store.  A page whose origin it has
+    not seen is an error at replay.  Any thread.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,18 +67,24 @@ class ScheduleRecorder:
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()
         self._attempts: dict[str, int] = {}
+        self._before = self._last = 0  # admissions of the engines before, and in all
         self._device: dict[int, Origin] = {}
         self._host: dict[int, Origin] = {}
         self._stored: dict[bytes, Origin] = {}
 
     def watch(self, cache: HiCache) -> None:
-        """Follow pages through ``cache``'s tiers.  The engine calls it."""
+        """Follow pages through ``cache``'s tiers, which hold nothing yet but what is stored.  The engine calls it."""
+        with self._lock:
+            self._before = self._last
+            for known in (self._attempts, self._device, self._host):
+                known.clear()
         cache.observe(self._observe)
 
     def admitted(self, attempt: int, rid: str, pages: Iterable[int]) -> None:
         """An admission whose cached prefix stands in these device ``pages``, proven."""
         with self._lock:
-            self._attempts[rid] = attempt
+            self._last = max(self._last, self._before + attempt)
+            self._attempts[rid] = attempt = self._before + attempt
             self._write(Admitted(attempt, rid, tuple(self._device.get(page, (0, 0)) for page in pages)))
 
     def ended(self, rid: str) -> None:
@@ -97,7 +104,8 @@ class ScheduleRecorder:
         rows = tuple(map(logits_digest, logits))
         starts, tokens = tuple(piece.start for piece in pieces), tuple(tuple(piece.tokens) for piece in pieces)
         with self._lock:
-            self._write(Stepped(tuple(attempts), starts, tokens, tuple(sampled), rows))
+            numbers = tuple([self._before + attempt for attempt in attempts])
+            self._write(Stepped(numbers, starts, tokens, tuple(sampled), rows))
 
     def close(self) -> None:
         """Write what is buffered.  Idempotent."""
