@@ -169,11 +169,15 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
             self.driver.fail(error)
             return Match(0, 0, 0)
 
-    def lease(self, prompt: Prompt, rid: str, *, priority: int = 0) -> Lease:
-        """Pin what the device has of ``prompt``, ready or loading.  ``rid`` names the request, once at a time."""
+    def lease(self, prompt: Prompt, rid: str, *, priority: int = 0, used_tokens: int = 0) -> Lease:
+        """Pin what the device has of ``prompt``, ready or loading.  ``rid`` names the request, once at a time.
+
+        ``used_tokens``: so many of its first tokens were in a lease of this request before, which has been preempted or was tried
+        in vain.  Policies that count users count it once on them.
+        """
         self._check_open()
         check_rid(rid)
-        return self.driver.decide(self._admission(prompt, rid, priority).lease)
+        return self.driver.decide(self._admission(prompt, rid, priority, used_tokens).lease)
 
     def prefetch(self, prompt: Prompt, rid: str, *, deadline_s: float | None = None, priority: int = 0) -> Prefetch:
         """Bring what the host lacks of ``prompt`` from storage, if the missing span is worth it."""
@@ -222,19 +226,20 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
         rid: str | None = None,
         priority: int = 0,
         room: Room | None = None,
+        used_tokens: int = 0,
     ) -> AbstractAsyncContextManager[Lease]:
         """A lease on all that can be had of ``prompt``: fetched from storage if that is worth it (at most ``deadline_s``),
         loading into the device pool.  Released when the block ends, whatever ends it.
 
         A lease that got less than it could says why in ``account.reasons``; it never fails a request.  ``room``: a reservation
-        of `room`, whose pages it takes first.
+        of `room`, whose pages it takes first.  ``used_tokens``: as for `lease`.
         """
         self._check_open()
         name = f"hicache:{next(self._rids)}" if rid is None else rid
         check_rid(name)
         if deadline_s is None:
             deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
-        return Acquire(self._asking, self._admission(prompt, name, priority, room), deadline_s)
+        return Acquire(self._asking, self._admission(prompt, name, priority, used_tokens, room), deadline_s)
 
     def room(self, n_tokens: int, *, deadline_s: float) -> AbstractAsyncContextManager[Room | Shortfall]:
         """Wait, in order, for device pages for ``n_tokens``, and keep them for ``acquire(room=...)`` until the block ends.
@@ -393,11 +398,13 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _admission(self, prompt: Prompt, rid: str, priority: int, room: Room | None = None) -> Admission:
+    def _admission(
+        self, prompt: Prompt, rid: str, priority: int, used_tokens: int, room: Room | None = None
+    ) -> Admission:
         shadow, waiter = self._parts.shadow, 0 if room is None else room.waiter
         if shadow is None:
-            return Admission(self, prompt, rid, priority, waiter)
-        return ShadowAdmission(self, prompt, rid, priority, waiter, shadow)
+            return Admission(self, prompt, rid, priority, waiter, used_tokens)
+        return ShadowAdmission(self, prompt, rid, priority, waiter, used_tokens, shadow)
 
     def _check_open(self) -> None:
         if self._closing:

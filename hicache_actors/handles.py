@@ -303,20 +303,24 @@ class Lease:
 class Admission:
     """How a request gets its lease."""
 
-    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int = 0) -> None:
-        self.inside, self.prompt, self.rid, self.priority, self.room = inside, prompt, rid, priority, room
+    def __init__(
+        self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int = 0, used_tokens: int = 0
+    ) -> None:
+        self.inside, self.prompt, self.rid, self.priority = inside, prompt, rid, priority
+        self.room, self.used_tokens = room, used_tokens
 
     def lease(self, core: Core) -> Lease:
         """At once, with what the device has.  In a section."""
-        return Lease(self.inside, core.lease(self.prompt, self.rid, self.priority), self.prompt)
+        lease = core.lease(self.prompt, self.rid, self.priority, used_tokens=self.used_tokens)
+        return Lease(self.inside, lease, self.prompt)
 
     def ask(self, core: Core, deadline_s: float | None) -> int:
         """Later, with what can be had -> a waiter whose answer goes to `answer`.  In a section."""
-        return core.acquire(self.prompt, self.rid, deadline_s, self.priority, self.room)
+        return core.acquire(self.prompt, self.rid, deadline_s, self.priority, self.room, self.used_tokens)
 
     def told(self, number: int, deadline_s: float | None) -> AskAcquire:
         """`ask`, for the other ranks."""
-        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority, self.room)
+        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority, self.room, self.used_tokens)
 
     def answer(self, core_lease: CoreLease) -> Lease:
         return self.inside.handle_of(core_lease, self.prompt)

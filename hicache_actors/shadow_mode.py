@@ -183,19 +183,22 @@ class ShadowLease(Lease):
 class ShadowAdmission(Admission):
     """Both leases of a request; the engine's holds nothing while the other one's fetch is under way."""
 
-    def __init__(self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int, shadow: Shadow) -> None:
-        super().__init__(inside, prompt, rid, priority, room)
+    def __init__(
+        self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int, used_tokens: int, shadow: Shadow
+    ) -> None:
+        super().__init__(inside, prompt, rid, priority, room, used_tokens)
         self._shadow = shadow
 
     def lease(self, core: Core) -> Lease:
         blank = core.lease(self.prompt, self.rid, self.priority, blank=True)
-        cached = core.lease(self.prompt, cached_rid(self.rid), self.priority)
+        cached = core.lease(self.prompt, cached_rid(self.rid), self.priority, used_tokens=self.used_tokens)
         return ShadowLease(self.inside, blank, cached, self.prompt, self._shadow)
 
     def ask(self, core: Core, deadline_s: float | None) -> int:
         self._blank = core.lease(self.prompt, self.rid, self.priority, blank=True, room=self.room)
         try:
-            return core.acquire(self.prompt, cached_rid(self.rid), deadline_s, self.priority)
+            rid, used_tokens = cached_rid(self.rid), self.used_tokens
+            return core.acquire(self.prompt, rid, deadline_s, self.priority, used_tokens=used_tokens)
         except HiCacheError:
             core.release(self._blank)
             raise

@@ -203,17 +203,20 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         )
         return Match(ready * page, present * page, depth * page, hint * page)
 
-    def lease(self, tokens: Tokens, rid: str, priority: int = 0, *, blank: bool = False, room: int = 0) -> CoreLease:
+    def lease(
+        self, tokens: Tokens, rid: str, priority: int = 0, *, blank: bool = False, room: int = 0, used_tokens: int = 0
+    ) -> CoreLease:
         """Pin what is on the device, filling pages included, for request ``rid``.
 
         ``blank``: take nothing that is cached (and do not `load`): the request computes all of its prompt, and its commit finds
-        twins where others have published.  ``room``: as for `acquire`.
+        twins where others have published.  ``room``: as for `acquire`.  ``used_tokens``: so many of the first tokens were in a
+        lease of this request before (it has been preempted, or tried in vain), so it counts as no other user of their pages.
 
-        :raises UsageError: ``rid`` has a lease or a pending acquire already.
+        :raises UsageError: ``rid`` has a lease or a pending acquire already, or a negative count.
         """
         self.state.check_owned()
-        self._waiting.check_free(rid)
-        lease = self._leases.lease(tokens, rid, priority, blank=blank)
+        self._waiting.check_new(rid, used_tokens)
+        lease = self._leases.lease(tokens, rid, priority, blank=blank, used_tokens=used_tokens)
         lease.room = room
         return lease
 
@@ -290,16 +293,23 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
     # -- waiters ------------------------------------------------------------------------------------------------------------
 
     def acquire(
-        self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0, room: int = 0
+        self,
+        tokens: Tokens,
+        rid: str,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        room: int = 0,
+        used_tokens: int = 0,
     ) -> int:
         """Prefetch if that is worth it, then lease and load in the apply that settles it -> waiter; ``Wake(waiter, CoreLease)``.
 
-        ``room``: the waiter of a reservation (`room`) that the lease takes pages of first, as long as it is held.
+        ``room``: the waiter of a reservation (`room`) that the lease takes pages of first, as long as it is held.  ``used_tokens``:
+        as for `lease`.
 
-        :raises UsageError: ``rid`` has a lease or a pending acquire.
+        :raises UsageError: ``rid`` has a lease or a pending acquire, or a negative count.
         """
         self.state.check_owned()
-        return self._waiting.acquire(tokens, rid, deadline_s, priority, room)
+        return self._waiting.acquire(tokens, rid, deadline_s, priority, room, used_tokens)
 
     def cancel_acquire(self, waiter: int) -> None:
         """Give up a pending acquire, or release the lease it has made (its verdicts are dropped).  Idempotent."""

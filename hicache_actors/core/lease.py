@@ -44,6 +44,7 @@ class CoreLease:
         "tokens",
         "twins",
         "usable_tokens",
+        "used_pages",
         "waiter",
     )
 
@@ -62,6 +63,7 @@ class CoreLease:
         self.waiter = 0  # of the `acquire` that made it
         self.order = 0  # of its opening, among leases and waits for room
         self.room = 0  # the reservation that it takes pages of first
+        self.used_pages = 0  # the first so many were this request's in a lease before
         self.fetched = fetched
         self._page = page
         self._asked_tokens = len(tokens)

@@ -68,10 +68,10 @@ class Leases:
 
     # -- lease and load -----------------------------------------------------------------------------------------------------
 
-    def lease(self, tokens: Tokens, rid: str, priority: int, *, blank: bool = False) -> CoreLease:
+    def lease(self, tokens: Tokens, rid: str, priority: int, *, blank: bool = False, used_tokens: int = 0) -> CoreLease:
         """Pin what the device holds (or is being given) of the prompt; its tail is now the most recently used.
 
-        ``blank``: take nothing, as if nothing were cached.
+        ``blank``: take nothing, as if nothing were cached.  ``used_tokens``: see `Core.lease`.
         """
         state, tree = self.state, self.state.tree
         self.fetches.on_lease(rid)
@@ -80,6 +80,7 @@ class Leases:
         lease.number = self._opened
         self._opened += 1
         lease.order = state.next_order()
+        lease.used_pages = used_tokens // state.page
         if state.degraded:
             lease.fail("degraded", 0)
         asked = state.pages_asked(tokens)
@@ -123,11 +124,11 @@ class Leases:
             self.state.saving.passed(node, lease.tokens)
 
     def _reach(self, lease: CoreLease, nodes: list[Node]) -> None:
-        """The lease takes ``nodes``, which follow its pages: one use of each."""
+        """The lease takes ``nodes``, which follow its pages: one use of each, unless this request has had it before."""
         tail = nodes[-1]
         lease.pages.frombytes(b"".join([node.at[DEVICE].slots for node in nodes]))
         self.state.pins.extend(lease.pin, tail)
-        self.state.residents.use(nodes, 1, lease.priority)
+        self.state.residents.use(nodes, 1, lease.priority, used_pages=lease.used_pages)
         lease.done_pages = tail.end
         lease.usable_tokens = lease.capacity_tokens = tail.end * self.state.page
 
@@ -250,7 +251,7 @@ class Leases:
                 passed.append(child)
                 node, page = child, depth
             state.pins.extend(lease.pin, node)
-            state.residents.use(passed, 1, lease.priority)
+            state.residents.use(passed, 1, lease.priority, used_pages=lease.used_pages)
             lease.done_pages = stop
             state.note(Note.COMMIT, stop, published, state.text(lease.rid))
             state.changed = True

@@ -116,8 +116,11 @@ class Residents:
 
     # -- use ----------------------------------------------------------------------------------------------------------------
 
-    def use(self, nodes: Iterable[Node], hits: int = 0, priority: int = 0) -> None:
-        """These nodes of a path have been used now, by ``hits`` new requests; whoever is used now is evicted last."""
+    def use(self, nodes: Iterable[Node], hits: int = 0, priority: int = 0, *, used_pages: int = 0) -> None:
+        """These nodes of a path have been used now, by ``hits`` new requests; whoever is used now is evicted last.
+
+        ``used_pages``: that request has been counted on the first so many pages of the path, unless they have been made anew.
+        """
         tick = self._now()
         by_use = self.policy.by_use
         for node in nodes:
@@ -128,7 +131,8 @@ class Residents:
                 if host.lane is not None:
                     host.lane.discard(host)
                 device.tick = host.tick = tick
-            node.hits += hits
+            if node.end > used_pages or not node.hits:
+                node.hits += hits
             if priority > node.priority:
                 node.priority = priority
             if device.state:

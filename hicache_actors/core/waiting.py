@@ -21,7 +21,18 @@ from hicache_actors.errors import UsageError
 class Acquire:
     """A pending acquire: waits for its prefetch, then gets its lease and load in that same section."""
 
-    __slots__ = ("deadline_s", "job", "joined", "priority", "refused", "rid", "room", "started_ms", "tokens")
+    __slots__ = (
+        "deadline_s",
+        "job",
+        "joined",
+        "priority",
+        "refused",
+        "rid",
+        "room",
+        "started_ms",
+        "tokens",
+        "used_tokens",
+    )
 
     def __init__(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int) -> None:
         self.tokens, self.rid, self.deadline_s, self.priority = tokens, rid, deadline_s, priority
@@ -29,6 +40,7 @@ class Acquire:
         self.job = 0  # its prefetch; 0: nothing to wait for
         self.joined = False  # somebody else's prefetch
         self.room = 0  # the reservation that its lease takes pages of
+        self.used_tokens = 0  # that the request has had in a lease before
         self.refused: int | None = None  # the host had no room for it when so many prefetches had ended
 
     @property
@@ -62,21 +74,25 @@ class Waiting:
 
     # -- acquire ------------------------------------------------------------------------------------------------------------
 
-    def acquire(self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int, room: int) -> int:
-        self.check_free(rid)
+    def acquire(
+        self, tokens: Tokens, rid: str, deadline_s: float | None, priority: int, room: int, used_tokens: int
+    ) -> int:
+        self.check_new(rid, used_tokens)
         self._last += 1
         waiter = self._last
         acquire = Acquire(tokens, rid, deadline_s, priority)
-        acquire.room = room
+        acquire.room, acquire.used_tokens = room, used_tokens
         self._fetch(acquire)
         self.acquires[waiter] = acquire
         self._rids[rid] = waiter
         self.state.note(Note.ACQUIRE, waiter, acquire.job, self.state.text(rid))
         return waiter
 
-    def check_free(self, rid: str) -> None:
+    def check_new(self, rid: str, used_tokens: int) -> None:
         if rid in self.state.leases or rid in self._rids:
             raise UsageError(f"request {rid!r} has a lease or a pending acquire already; end that first")
+        if used_tokens < 0:
+            raise UsageError(f"used_tokens = {used_tokens}: a count of tokens is not negative")
 
     def _fetch(self, acquire: Acquire) -> None:
         state = self.state
@@ -156,7 +172,7 @@ class Waiting:
         lease = self.state.leases.get(acquire.rid)
         if lease is not None:  # made before Core broke
             return lease
-        lease = self.leases.lease(acquire.tokens, acquire.rid, acquire.priority)
+        lease = self.leases.lease(acquire.tokens, acquire.rid, acquire.priority, used_tokens=acquire.used_tokens)
         lease.waiter, lease.room = waiter, acquire.room
         self._acquired[waiter] = lease
         refused = self.leases.load(lease, None)

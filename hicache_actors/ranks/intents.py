@@ -37,9 +37,12 @@ class AskAcquire(Told, frozen=True):
     deadline_s: float | None
     priority: int
     room: int = 0
+    used_tokens: int = 0
 
     def run(self, core: Core, asked: Asked) -> None:
-        asked[self.number] = core.acquire(self.prompt, self.rid, self.deadline_s, self.priority, self.room)
+        asked[self.number] = core.acquire(
+            self.prompt, self.rid, self.deadline_s, self.priority, self.room, self.used_tokens
+        )
 
 
 class AskStored(Told, frozen=True):

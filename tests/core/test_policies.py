@@ -7,7 +7,7 @@ import pytest
 from hicache_actors.core import Core, PolicyRefused
 from hicache_actors.core.order import EVICTIONS, Eviction
 from hicache_actors.core.words import DEVICE, HOST, StartBackup, StartWriteBack, encode_result, unpack_slots
-from hicache_actors.errors import ConfigError
+from hicache_actors.errors import ConfigError, UsageError
 from hicache_actors.keys.scope import Scope
 
 from .kit import PAGE, Toks, answer, compute, make, of_type, pages_of, settle, whole, woken
@@ -71,6 +71,54 @@ def test_a_twin_is_a_use_as_well() -> None:
     assert len(of_type(settle(core), StartWriteBack)) == 1
     for lease in (first, second):
         core.release(lease)
+    whole(core)
+
+
+def hits(core: Core) -> list[tuple[int, int]]:
+    return sorted((node.end, node.hits) for node in core.state.tree.table.values())
+
+
+def test_a_request_that_comes_back_is_one_user_however_often_it_does() -> None:
+    """Preempted in decode, tried in vain, and again: the second user is the second request."""
+    core = make(write_policy="write_through_selective", storage=False)
+    lease = core.lease(A, "first")
+    core.allocate(lease, 40)
+    core.commit(lease, 40)
+    core.release(lease)
+    for used_tokens in (40, 41, 43):
+        core.release(core.lease(LONGER, "first", used_tokens=used_tokens))
+    waiter = core.acquire(LONGER, "first", used_tokens=40)
+    lease = woken(settle(core), waiter)
+    core.allocate(lease, len(LONGER) - lease.usable_tokens)
+    core.commit(lease, len(LONGER))
+    core.release(lease)
+    assert hits(core) == [(13, 1)]
+    assert not of_type(settle(core), StartWriteBack)
+    second = core.lease(A.plus([1]), "second", used_tokens=0)
+    assert hits(core) == [(10, 2), (13, 1)]
+    assert len(of_type(settle(core), StartWriteBack)) == 1
+    core.release(second)
+    whole(core)
+
+
+def test_pages_that_it_computes_anew_count_it_once_more() -> None:
+    core = make(10, 4, write_policy="write_through_selective")
+    done(core, A, "first")
+    done(core, Toks(range(500, 540)), "evicts them")
+    lease = core.lease(A, "first", used_tokens=40)
+    assert not lease.pages
+    core.allocate(lease, 40)
+    core.commit(lease, 40)
+    core.release(lease)
+    assert hits(core) == [(10, 1)]
+    whole(core)
+
+
+def test_a_negative_count_of_used_tokens_is_a_wrong_call() -> None:
+    core = make()
+    for ask in (core.lease, core.acquire):
+        with pytest.raises(UsageError, match="used_tokens = -1"):
+            ask(A, "first", used_tokens=-1)
     whole(core)
 
 

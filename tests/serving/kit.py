@@ -28,6 +28,7 @@ from transformers import (
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, StorageConfig
 from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
+from hicache_actors.config import WritePolicy
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.integrations.serving import (
     Replayed,
@@ -132,6 +133,7 @@ async def serving(
     host_pages: int = 64,
     backend: Backend | None = None,
     driver: DriverKind = "auto",
+    write_policy: WritePolicy = "write_through",
     config: ServingConfig | None = None,
     recorder: ScheduleRecorder | None = None,
 ) -> AsyncIterator[Serving]:
@@ -139,6 +141,7 @@ async def serving(
     settings = Config(
         model=model_facts(model, model_id="random", weights="seed-7"),
         page_size=PAGE_SIZE,
+        write_policy=write_policy,
         host=HostConfig(pages=host_pages),
         storage=StorageConfig(prefetch_threshold_tokens=PAGE_SIZE),
         close_timeout_s=2.0,

@@ -112,6 +112,22 @@ async def test_the_next_turn_finds_what_was_generated(driver: DriverKind) -> Non
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
+async def test_a_preempted_request_is_one_user_of_its_pages(driver: DriverKind) -> None:
+    """Four requests that share nothing, in a pool for two: each comes back to its own pages, and nobody else uses them."""
+    model = model_of("llama")
+    async with serving(model, pages=14, host_pages=64, driver=driver, write_policy="write_through_selective") as s:
+        generations = [submitted(s.engine, tokens(seed, 20), 40, f"r{seed}") for seed in range(4)]
+        for generation in generations:
+            await text(generation)
+        shown = s.engine.snapshot()
+        assert shown.preemptions > 0
+        assert max(node.hits for node in s.cache.core.state.tree.table.values()) == 1
+        assert s.cache.snapshot().flows["write_back"].pages == 0
+        again = submitted(s.engine, [*tokens(0, 20), 7], 2, "another")
+        assert (await again.finished()).account is not None
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
 async def test_the_youngest_gives_way_when_the_pool_is_full(driver: DriverKind, tmp_path: Path) -> None:
     model = model_of("llama")
     with ScheduleRecorder(tmp_path / "schedule") as record:

@@ -141,8 +141,10 @@ class Admission:
 
     def _lease(self, request: Request, n_holders: int) -> bool:
         """Lease, load and allocate all known tokens, or nothing at all."""
-        lease = self.cache.lease(request.prompt, request.rid)
-        if self._take(request, lease, n_holders):
+        lease = self.cache.lease(request.prompt, request.rid, used_tokens=request.used_tokens)
+        taken = self._take(request, lease, n_holders)
+        request.used_tokens = max(request.used_tokens, lease.usable_tokens)
+        if taken:
             return True
         lease.release()
         return False

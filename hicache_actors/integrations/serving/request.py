@@ -44,6 +44,7 @@ class Request:
         self.fetches = 0  #: of this admission
         self.crowded = False  #: it waits for the fetches of others to leave room for its own
         self.lease: Lease | None = None
+        self.used_tokens = 0  #: in a lease that it has had before
         self.load: Load | None = None  #: not agreed yet
         self.launched_tokens = self.computed_tokens = self.committed_pages = 0
         self.last_pass: Pass | None = None

@@ -237,6 +237,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         assert request.lease is not None
         last = request.last_pass
+        request.used_tokens = max(request.used_tokens, request.committed_pages * self._page_size)
         request.lease.release(after=None if last is None or last.ended.query() else last.ended)
         if self.recorder is not None:
             self.recorder.ended(request.rid)
