@@ -10,6 +10,7 @@ import pytest
 
 from hicache_actors import ConfigError, HiCache, Shortfall, UsageError
 from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.config import HostLayout
 from hicache_actors.core.news import LoadEnd, SaveEnd, StepNews
 from hicache_actors.keys.scope import Scope
 from hicache_actors.memory.kv import KVTensors
@@ -20,10 +21,11 @@ from hicache_actors.transfer.completions import Completion
 from .kit import engine, reference, run
 
 
-async def test_an_engine_with_its_own_blocks_is_served_by_host_and_storage() -> None:
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+async def test_an_engine_with_its_own_blocks_is_served_by_host_and_storage(layout: HostLayout) -> None:
     backend = MemoryBackend()
     asked = [(f"r{family}", prompt(5, family=family)) for family in range(4)]
-    async with engine(device_pages=12, host_pages=48, backend=backend) as (small, toy, _):
+    async with engine(device_pages=12, host_pages=48, backend=backend, layout=layout) as (small, toy, _):
         first = dict(await run(toy, asked, 6))
         assert {rid: answer.tokens for rid, answer in first.items()} == {
             rid: reference(small, each, 6) for rid, each in asked
@@ -32,7 +34,7 @@ async def test_an_engine_with_its_own_blocks_is_served_by_host_and_storage() -> 
         assert all(again[rid].tokens == first[rid].tokens for rid in first)
         assert sum(answer.loaded_tokens for answer in again.values()) > 0
         assert small.cache.core.usage().served.storage == 0
-    async with engine(device_pages=12, host_pages=48, backend=backend) as (small, toy, _):
+    async with engine(device_pages=12, host_pages=48, backend=backend, layout=layout) as (small, toy, _):
         later = await run(toy, asked, 6)
         assert all(later[rid].tokens == first[rid].tokens for rid in first)
         assert small.cache.core.usage().served.storage > 0
