@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from hicache_actors.api import HiCache
+    from hicache_actors.cache.api import HiCache
+    from hicache_actors.cache.handles import BlockLoad, Lease, Load, Prefetch
+    from hicache_actors.cache.rooms import Room
     from hicache_actors.config import (
         Config,
         Deadlines,
@@ -35,17 +37,15 @@ if TYPE_CHECKING:
         TransferError,
         UsageError,
     )
-    from hicache_actors.handles import BlockLoad, Lease, Load, Prefetch
     from hicache_actors.keys.prompt import Prompt
     from hicache_actors.keys.scope import Scope
     from hicache_actors.memory.kv import KVTensors
     from hicache_actors.memory.shapes import KVShape
-    from hicache_actors.observer import BatchEnd, CommitEnd
+    from hicache_actors.pipelines.observer import BatchEnd, CommitEnd
     from hicache_actors.ranks.group import RankGroup
-    from hicache_actors.rooms import Room
 
 _HOMES: Final = {
-    "api": ("HiCache",),
+    "cache.api": ("HiCache",),
     "config": (
         "Config",
         "Deadlines",
@@ -70,13 +70,13 @@ _HOMES: Final = {
         "TransferError",
         "UsageError",
     ),
-    "handles": ("BlockLoad", "Lease", "Load", "Prefetch"),
+    "cache.handles": ("BlockLoad", "Lease", "Load", "Prefetch"),
     "keys.prompt": ("Prompt",),
     "keys.scope": ("Scope",),
     "memory.kv": ("KVTensors",),
     "memory.shapes": ("KVShape",),
-    "observer": ("BatchEnd", "CommitEnd"),
-    "rooms": ("Room",),
+    "pipelines.observer": ("BatchEnd", "CommitEnd"),
+    "cache.rooms": ("Room",),
     "ranks.group": ("RankGroup",),
 }
 _HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}

@@ -13,8 +13,8 @@ from typing import Any, Final, get_args
 
 import anyio.to_thread
 
-from hicache_actors.api import HiCache
 from hicache_actors.bench.figures import spread
+from hicache_actors.cache.api import HiCache
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.ranks import RoundVector
 from hicache_actors.ranks.group import TransportKind

@@ -6,12 +6,12 @@ from array import array
 from time import perf_counter
 from typing import Final
 
-from hicache_actors.assembly import DriverKind
 from hicache_actors.bench.figures import Figures, spread
 from hicache_actors.bench.rig import PAGE_TOKENS, Rig, open_rig
+from hicache_actors.cache.assembly import DriverKind
+from hicache_actors.cache.handles import Lease
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.words import Shortfall
-from hicache_actors.handles import Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import StepDriver
 

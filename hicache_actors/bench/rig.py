@@ -11,19 +11,19 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 import torch
 
-from hicache_actors.api import HiCache
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.backends.wrappers import Wrapper
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.config import Config, Deadlines, HostConfig, ModelFacts, StorageConfig
 from hicache_actors.core.words import SLOT_BYTES, Shortfall
 from hicache_actors.errors import HiCacheError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.shapes import KVShape
-from hicache_actors.observer import BatchEnd, Observation
+from hicache_actors.pipelines.observer import BatchEnd, Observation
 from hicache_actors.runtime import Workers
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import torch
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.bench.figures import Figures, spread
 from hicache_actors.bench.progress import Progress
 from hicache_actors.bench.rig import BenchError, StampingWorkers, Watched
+from hicache_actors.cache.api import HiCache
 from hicache_actors.config import Config, HostConfig, StorageConfig
 from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import MissingExtraError

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from hicache_actors.config import Config
-from hicache_actors.disks import disk_of, folder_of_url
 from hicache_actors.errors import BackendError
 from hicache_actors.memory.budget import HostBudget
+from hicache_actors.memory.disks import disk_of, folder_of_url
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape, format_bytes
 from hicache_actors.memory.staging import StagingSize

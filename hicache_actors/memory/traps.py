@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from hicache_actors.config import Config
-from hicache_actors.disks import MEMORY_FILESYSTEMS, NETWORK_FILESYSTEMS
+from hicache_actors.memory.disks import MEMORY_FILESYSTEMS, NETWORK_FILESYSTEMS
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import format_bytes
 

@@ -8,7 +8,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from hicache_actors.observer import BatchKind
+from hicache_actors.pipelines.observer import BatchKind
 from hicache_actors.runtime import Histogram, HistogramSnapshot
 
 DIRECTIONS: Final[tuple[BatchKind, ...]] = ("load", "write_back", "backup", "prefetch")

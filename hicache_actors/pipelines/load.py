@@ -11,9 +11,9 @@ import anyio
 
 from hicache_actors.core.words import SLOT_BYTES, StartLoad
 from hicache_actors.errors import TransferError
-from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.tiers.device import CopyEnded, SubmitLoad
 from hicache_actors.transfer.completions import all_fired, fired
 

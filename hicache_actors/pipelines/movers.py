@@ -11,8 +11,8 @@ from hicache_actors.core.words import TOKEN_BYTES, Path, Slots
 from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.keys.hashes import page_hashes
 from hicache_actors.keys.prompt import Prompt
-from hicache_actors.observer import Observation, Observer
 from hicache_actors.pipelines.flows import Flows
+from hicache_actors.pipelines.observer import Observation, Observer
 from hicache_actors.runtime import Workers, bind_log
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier

@@ -12,9 +12,9 @@ from __future__ import annotations
 import anyio
 
 from hicache_actors.core.words import StartPrefetch
-from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.tiers.storage import Store

@@ -12,9 +12,9 @@ import anyio
 
 from hicache_actors.core.words import StartWriteBack
 from hicache_actors.cuda_ext.device import Ticket
-from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.device import CopyEnded, SubmitWriteBack
 from hicache_actors.tiers.host import Reserved

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 
 import msgspec
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import BlockLoad
 from hicache_actors.core.news import StepNews
 from hicache_actors.core.words import TOKEN_BYTES, Shortfall
 from hicache_actors.errors import TransferError
-from hicache_actors.handles import BlockLoad
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.block_script import Reuse

@@ -12,12 +12,12 @@ from concurrent.futures import Future, wait
 
 import msgspec
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Lease, Load, Prefetch
+from hicache_actors.cache.rooms import Room
 from hicache_actors.core.words import Account, Shortfall
 from hicache_actors.errors import TransferError
-from hicache_actors.handles import Lease, Load, Prefetch
 from hicache_actors.keys.prompt import Prompt
-from hicache_actors.rooms import Room
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.toy_model import ToyModel
 from hicache_actors.transfer.completions import Completion

@@ -12,10 +12,10 @@ from typing import Any, Final, TypeVar
 
 import anyio
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Lease
 from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import StoppedError, TransferError
-from hicache_actors.handles import Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.testing.loop import run_virtual

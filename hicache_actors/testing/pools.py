@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
 from hicache_actors.core import Core
 
 

@@ -21,7 +21,7 @@ import xxhash
 from hicache_actors.backends.backend import Stored
 from hicache_actors.core.words import Slots, unpack_slots
 from hicache_actors.memory.kv import KVTensors, torch_dtype
-from hicache_actors.observer import BatchEnd, Observation
+from hicache_actors.pipelines.observer import BatchEnd, Observation
 
 Digest: TypeAlias = bytes
 """xxh3-128 of a page's bytes, in the order layer, K or V, token, head."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.key_choice import keys_of, layout_of
 from hicache_actors.config import Config, HostConfig, ModelFacts, StorageConfig
 from hicache_actors.core.words import pack_slots
-from hicache_actors.key_choice import keys_of, layout_of
 from hicache_actors.keys.namespace import Rank
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from hicache_actors.api import HiCache
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.config import Config, Deadlines, HostConfig, HostLayout, ModelFacts, StorageConfig
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.cuda_ext import open_cpu_device

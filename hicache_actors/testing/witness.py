@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
 from hicache_actors.core.words import (
     Effect,
     Forget,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.observer import BatchEnd, CommitEnd
+from hicache_actors.pipelines.observer import BatchEnd, CommitEnd
 from hicache_actors.testing.small import open_small, prompt
 
 

@@ -14,7 +14,7 @@ from hicache_actors.config import HostLayout
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.errors import ConfigError, UsageError
 from hicache_actors.memory.budget import host_memory_scope
-from hicache_actors.observer import BatchEnd, CommitEnd
+from hicache_actors.pipelines.observer import BatchEnd, CommitEnd
 from hicache_actors.testing.kv_samples import as_bytes, fill
 from hicache_actors.testing.pools import pools_whole
 from hicache_actors.testing.small import open_small, prompt

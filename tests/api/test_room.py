@@ -11,7 +11,7 @@ import pytest
 
 from hicache_actors import Shortfall, StoppedError, UsageError
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.rooms import Room
+from hicache_actors.cache.rooms import Room
 from hicache_actors.testing.engines import NoRoom
 from hicache_actors.testing.pools import check_conservation, check_whole
 from hicache_actors.testing.small import PAGE_SIZE, Small, open_small, prompt

@@ -19,10 +19,10 @@ import torch
 from hicache_actors import Config, HiCache, KVTensors, Prompt
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging
+from hicache_actors.cache.shadow_mode import ShadowSnapshot
+from hicache_actors.cache.switches import DISABLED_VARIABLE, why_disabled
 from hicache_actors.core.words import Match, Shortfall
 from hicache_actors.errors import ConfigError, TransferError
-from hicache_actors.shadow_mode import ShadowSnapshot
-from hicache_actors.switches import DISABLED_VARIABLE, why_disabled
 from hicache_actors.testing.engines import Answer, NoRoom, StepEngine
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import SHAPE, Small, evict_device, open_small, prompt, small_config
@@ -155,7 +155,7 @@ async def test_what_every_tier_has_is_compared_and_nobody_is_served(anyio_backen
 async def test_a_difference_is_counted_each_time_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = structlog.testing.LogCapture()
     monkeypatch.setattr(
-        "hicache_actors.shadow_mode.bind_log",
+        "hicache_actors.cache.shadow_mode.bind_log",
         lambda **_: structlog.wrap_logger(None, processors=[told], wrapper_class=structlog.BoundLogger),
     )
     async with open_small(device_pages=24, config=shadow()) as small:

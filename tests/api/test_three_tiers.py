@@ -114,7 +114,7 @@ async def test_an_empty_prompt_matches_nothing() -> None:
 
 
 def _all_of(asked: object) -> object:
-    from hicache_actors.api import Stored
+    from hicache_actors.cache.api import Stored
 
     return Stored(len(asked) // 4 * 4)  # type: ignore[arg-type]
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import anyio
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Slow
+from hicache_actors.cache.api import HiCache
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import Small, open_small
 

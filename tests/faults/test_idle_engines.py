@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from hicache_actors import StoppedError
-from hicache_actors.api import Stored
 from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.cache.api import Stored
 from hicache_actors.testing.lives import other_tasks, run_checked
 from hicache_actors.testing.small import open_small, prompt
 

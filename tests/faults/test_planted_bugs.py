@@ -12,7 +12,7 @@ import pytest
 from hicache_actors import HiCacheError, Shortfall
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.core.words import Match
-from hicache_actors.observer import BatchEnd, CommitEnd, Observation
+from hicache_actors.pipelines.observer import BatchEnd, CommitEnd, Observation
 from hicache_actors.testing.lives import LIFE_PAGES, live, other_tasks, reference_token, request, run_checked
 from hicache_actors.testing.pools import check_conservation, check_whole
 from hicache_actors.testing.small import Small, open_small, prompt

@@ -11,7 +11,7 @@ import pytest
 
 from hicache_actors import Shortfall
 from hicache_actors.backends.backend import Backend
-from hicache_actors.handles import Lease
+from hicache_actors.cache.handles import Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope
 from hicache_actors.testing.engines import Answer

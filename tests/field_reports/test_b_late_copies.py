@@ -13,9 +13,9 @@ import pytest
 from hicache_actors import Shortfall
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging
+from hicache_actors.cache.handles import Lease, Load
 from hicache_actors.config import Deadlines
 from hicache_actors.errors import TransferError
-from hicache_actors.handles import Lease, Load
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.small import Small, prompt
 from hicache_actors.transfer.completions import Completion, fired

@@ -15,7 +15,7 @@ from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Hanging, Slow, Wrapper
 from hicache_actors.core.pool import Pool
 from hicache_actors.errors import BackendError
-from hicache_actors.observer import BatchEnd, Observation
+from hicache_actors.pipelines.observer import BatchEnd, Observation
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import Small, prompt
 

@@ -17,8 +17,8 @@ from hicache_actors.core.words import Slots, pack_slots
 from hicache_actors.cuda_ext import ControlledDevice, NativeCpuDevice, TorchCpuDevice
 from hicache_actors.cuda_ext.native.library import library, why_not
 from hicache_actors.errors import TransferError
-from hicache_actors.observer import BatchEnd
 from hicache_actors.pipelines.job import OpenJob
+from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.testing.small import prompt
 from hicache_actors.testing.toy_model import WrongBytes
 from hicache_actors.transfer.completions import fired

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from hicache_actors import Config, PolicyConfig, PolicyRefused, Shortfall
-from hicache_actors.api import Stored as StoredTokens
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging
+from hicache_actors.cache.api import Stored as StoredTokens
 from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, WritePolicy
 from hicache_actors.testing.small import prompt, small_config
 

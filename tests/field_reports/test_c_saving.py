@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from hicache_actors import Shortfall
-from hicache_actors.api import Stored as StoredTokens
 from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Faulty, Hanging, Wrapper
+from hicache_actors.cache.api import Stored as StoredTokens
 from hicache_actors.errors import BackendError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope

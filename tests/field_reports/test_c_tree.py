@@ -15,8 +15,8 @@ import pytest
 from hicache_actors import Shortfall
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Fault, Faulty, Hanging
+from hicache_actors.cache.handles import Lease
 from hicache_actors.errors import TransferError
-from hicache_actors.handles import Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.small import Small, prompt, tokens
 

@@ -19,9 +19,9 @@ from hicache_actors.backends import Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.registry import known_schemes, open_backend
 from hicache_actors.backends.wrappers import Slow, Wrapper
+from hicache_actors.cache.handles import Lease
 from hicache_actors.config import HostConfig, PrefetchPolicy
 from hicache_actors.core.words import Account
-from hicache_actors.handles import Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.budget import host_memory_scope, take_host_memory
 from hicache_actors.memory.layout import SlotLayout

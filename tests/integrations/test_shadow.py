@@ -9,7 +9,7 @@ from hicache_actors.backends.backend import Stored
 from hicache_actors.core.words import pack_slots
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.shapes import KVShape
-from hicache_actors.observer import BatchEnd, CommitEnd
+from hicache_actors.pipelines.observer import BatchEnd, CommitEnd
 from hicache_actors.testing.shadow import ShadowStore
 
 SHAPE = KVShape(layers=3, kv=2, heads=2, head_dim=4, dtype="bfloat16", page_size=4)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hicache_actors.handles import Load
+from hicache_actors.cache.handles import Load
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.testing.small import PAGE_SIZE, Small, evict_device, open_small, prompt
 from hicache_actors.transfer.completions import fired

@@ -8,9 +8,9 @@ import anyio.lowlevel
 import pytest
 
 from hicache_actors import HiCacheError, Shortfall, TransferError
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Lease, Load
 from hicache_actors.config import Deadlines
-from hicache_actors.handles import Lease, Load
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.lives import reference_token, request, run_checked

@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from hicache_actors import Shortfall, TransferError
-from hicache_actors.api import Stored
 from hicache_actors.backends import backend as contract
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Hanging, Slow, Wrapper
+from hicache_actors.cache.api import Stored
 from hicache_actors.errors import BackendError
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import evict_device, open_small, prompt

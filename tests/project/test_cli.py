@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from hicache_actors import cli
 from hicache_actors.bench.suites import SUITES
+from hicache_actors.command import cli
 from hicache_actors.errors import ConfigError, HiCacheError
 
 FIGURES = {"match_24k_us": 18.25, "match_24k_us_p999": 40.0, "match_24k_us_max": 55.5, "evict_272k_ms": 0.8}
@@ -61,7 +61,7 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 
 def test_bench_core_has_every_figure_with_its_tail() -> None:
-    command = [sys.executable, "-m", "hicache_actors.cli", "bench", "core", "--quick", "--json"]
+    command = [sys.executable, "-m", "hicache_actors.command.cli", "bench", "core", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     figures = json.loads(done.stdout)
     tailed = {name + suffix for name in CORE_FIGURES for suffix in ("", "_p999", "_max")}

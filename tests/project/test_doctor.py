@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from hicache_actors import cli, disks, surroundings
-from hicache_actors.disks import Probe, disk_of, folder_of_url, probe_disk
-from hicache_actors.doctor import Diagnosis, examine
+from hicache_actors.command import cli, surroundings
+from hicache_actors.command.doctor import Diagnosis, examine
+from hicache_actors.command.surroundings import Section, device, disk, environment, memory, packages
 from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.memory import disks
+from hicache_actors.memory.disks import Probe, disk_of, folder_of_url, probe_disk
 from hicache_actors.memory.limits import MACHINE, RANK_COUNTS, MemoryLimit, MemorySource
-from hicache_actors.surroundings import Section, device, disk, environment, memory, packages
 
 GIB = 2**30
 LIMIT = MemoryLimit(64 * GIB, 60 * GIB, (MemorySource(MACHINE, 64 * GIB, 60 * GIB),))

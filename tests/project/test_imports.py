@@ -11,7 +11,19 @@ import pytest
 
 import hicache_actors
 
-WITHOUT_TORCH = ["", ".backends", ".checks", ".cli", ".config", ".core", ".errors", ".events", ".keys", ".metrics", ".runtime"]
+WITHOUT_TORCH = [
+    "",
+    ".backends",
+    ".checks",
+    ".command.cli",
+    ".config",
+    ".core",
+    ".errors",
+    ".events",
+    ".keys",
+    ".metrics",
+    ".runtime",
+]
 
 
 @pytest.mark.parametrize("module", [f"hicache_actors{name}" for name in WITHOUT_TORCH])

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hicache_actors import cli
+from hicache_actors.command import cli
+from hicache_actors.command.modelfile import dtype_name, model_shape, read_model
+from hicache_actors.command.plan import binary, context_name, context_tokens
 from hicache_actors.errors import ConfigError
-from hicache_actors.modelfile import dtype_name, model_shape, read_model
-from hicache_actors.plan import binary, context_name, context_tokens
 
 BIG = ["plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--dtype", "fp16"]
 
@@ -56,7 +56,7 @@ def test_the_known_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command_and_without_torch() -> None:
-    code = f"import sys; from hicache_actors import cli; cli.main({BIG!r}); print('torch' in sys.modules)"
+    code = f"import sys; from hicache_actors.command import cli; cli.main({BIG!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "KV takes 320 KiB a token, 2.5 GiB at 8K, 10 GiB at 32K\n" in done.stdout
     assert done.stdout.endswith("False\n")

@@ -14,10 +14,10 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb, at_random
+from hicache_actors.cache.api import HiCache
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hicache_actors.cache.rank_facts import check_ranks, facts_of
 from hicache_actors.config import Deadlines
 from hicache_actors.errors import ConfigError
 from hicache_actors.policy_config import PolicyConfig
-from hicache_actors.rank_facts import check_ranks, facts_of
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.testing.small import SHAPE, small_config
 

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, StorageConfig
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.config import WritePolicy
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.integrations.serving import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.integrations.serving import (
     Generation,
     Piece,

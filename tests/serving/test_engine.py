@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hicache_actors import ConfigError, HiCache, HiCacheError, UsageError
-from hicache_actors.assembly import DriverKind
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.integrations.serving import (
     Generation,
     Piece,

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from hicache_actors import TransferError
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Wrapper
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingConfig, ServingEngine
 

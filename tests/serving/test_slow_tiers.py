@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hicache_actors import Prompt, TransferError
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Fault, Faulty, Slow, Verb, at_random
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 
 from .kit import Serving, answer, eventually, model_of, replayed, serving, tokens

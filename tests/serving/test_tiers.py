@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_actors.assembly import DriverKind
 from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 from hicache_actors.keys.prompt import Prompt
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.cache.storage_switch import source_of
 from hicache_actors.config import Config, HostConfig, HostLayout, ModelFacts, StorageConfig
 from hicache_actors.core.words import pack_slots
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.staging import StagingSize
 from hicache_actors.runtime import Workers, bind_log
-from hicache_actors.storage_switch import source_of
 from hicache_actors.testing.small import PAGE_SIZE, SHAPE
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import Call, Store

@@ -12,9 +12,9 @@ from bisect import insort
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Lease
 from hicache_actors.core.words import Shortfall
-from hicache_actors.handles import Lease
 from hicache_actors.integrations.serving.request import Request
 from hicache_actors.integrations.serving.words import ServingConfig
 from hicache_actors.keys.prompt import Prompt

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hicache_actors.cache.handles import Lease, Load, Prefetch
 from hicache_actors.core.words import Account
-from hicache_actors.handles import Lease, Load, Prefetch
 from hicache_actors.integrations.serving.generation import Stream
 from hicache_actors.integrations.serving.model import ServedModel
 from hicache_actors.integrations.serving.step import Piece

@@ -17,11 +17,11 @@ import msgspec
 import torch
 import xxhash
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.backend import Stored
+from hicache_actors.cache.api import HiCache
 from hicache_actors.core.words import Slots, unpack_slots
 from hicache_actors.integrations.serving.step import Piece
-from hicache_actors.observer import BatchEnd, Observation
+from hicache_actors.pipelines.observer import BatchEnd, Observation
 
 Origin: TypeAlias = tuple[int, int]
 """(admission, page of it): where a page was computed."""

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Load
 from hicache_actors.core.words import Shortfall
-from hicache_actors.handles import Load
 from hicache_actors.integrations.hf_cache import LoadFailed
 from hicache_actors.integrations.serving.admission import Admission, Watch
 from hicache_actors.integrations.serving.request import Part, Pass, Request

@@ -14,10 +14,10 @@ from typing import Final, Literal, TypeAlias
 
 import anyio
 
-from hicache_actors.api import HiCache
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.handles import Lease, Load, Prefetch
 from hicache_actors.core.words import Shortfall
 from hicache_actors.errors import TransferError
-from hicache_actors.handles import Lease, Load, Prefetch
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.testing.small import PAGE_SIZE
 from hicache_actors.testing.toy_model import ToyModel, WrongBytes

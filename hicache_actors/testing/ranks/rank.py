@@ -10,16 +10,16 @@ from typing import Final, Literal, TypeAlias, get_args
 import anyio
 import msgspec
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb, Wrapper, at_random
+from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.storage_switch import source_of
 from hicache_actors.config import Deadlines
 from hicache_actors.core.words import Effect, Grant, StartBackup, StartDrain, StartLoad, StartWriteBack
 from hicache_actors.errors import BackendError, PeerError, StoppedError, TransferError
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.ranks import StepDriver
-from hicache_actors.storage_switch import source_of
 from hicache_actors.testing.ranks.engine import ScriptedEngine
 from hicache_actors.testing.ranks.network import SimTransport
 from hicache_actors.testing.ranks.options import RankOptions

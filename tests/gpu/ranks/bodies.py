@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 import anyio.to_thread
 import msgspec
 
-from hicache_actors.api import HiCache
 from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.cache.api import HiCache
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.testing.engines import Answer, StepEngine
 from hicache_actors.testing.pools import check_conservation

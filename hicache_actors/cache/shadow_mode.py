@@ -17,11 +17,11 @@ from typing import Final
 import msgspec
 import torch
 
+from hicache_actors.cache.handles import Admission, Inside, Lease, Load
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.words import Committed, Shortfall
 from hicache_actors.cuda_ext.device import Event
 from hicache_actors.errors import BackendError, HiCacheError, StoppedError
-from hicache_actors.handles import Admission, Inside, Lease, Load
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.runtime import System, Workers, bind_log

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from hicache_actors.cache.handles import BlockLoad, Inside, check_rid
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.device import Event
-from hicache_actors.handles import BlockLoad, Inside, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks.intents import Finish
 from hicache_actors.transfer.completions import check_event

@@ -12,18 +12,18 @@ from typing import Any, Final
 import msgspec
 
 from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.key_choice import layout_of
 from hicache_actors.checks import positive
+from hicache_actors.command.surroundings import Finding, Section, device, disk, environment, memory, note, packages
 from hicache_actors.config import Config
-from hicache_actors.disks import disk_of, folder_of_url
 from hicache_actors.errors import BackendError, ConfigError
-from hicache_actors.key_choice import layout_of
 from hicache_actors.memory.budget import host_budget, host_memory_scope, take_host_memory
+from hicache_actors.memory.disks import disk_of, folder_of_url
 from hicache_actors.memory.limits import MemoryLimit
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape, format_bytes
 from hicache_actors.memory.staging import take_staging
 from hicache_actors.runtime.workers import Workers
-from hicache_actors.surroundings import Finding, Section, device, disk, environment, memory, note, packages
 
 HELP: Final = """\
 Looks at the environment, the device, the limits on memory, the disks and the installed packages, and at what a given

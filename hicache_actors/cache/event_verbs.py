@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hicache_actors.assembly import Parts
+from hicache_actors.cache.assembly import Parts
 from hicache_actors.errors import UsageError
 from hicache_actors.events import Subscription
 from hicache_actors.events.stream import QUEUE_BATCHES

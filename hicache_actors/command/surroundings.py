@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from hicache_actors.cuda_ext.native.library import library, why_not
-from hicache_actors.disks import disk_of, probe_disk
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.memory.budget import HostMemoryAccount
+from hicache_actors.memory.disks import disk_of, probe_disk
 from hicache_actors.memory.limits import MemoryLimit, ranks_per_host
 from hicache_actors.memory.shapes import format_bytes
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from hicache_actors.cache.handles import Admission, Lease
 from hicache_actors.core import Core
 from hicache_actors.errors import HiCacheError, StoppedError
-from hicache_actors.handles import Admission, Lease
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.intents import AnyTold, LeaveRoom, TakeBack

@@ -18,9 +18,9 @@ from hicache_actors.core.words import Account, Committed, Failure, LoadResult, S
 from hicache_actors.cuda_ext.device import Event, Stream
 from hicache_actors.errors import UsageError
 from hicache_actors.keys.prompt import Prompt
-from hicache_actors.observer import CommitEnd
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.observer import CommitEnd
 from hicache_actors.ranks import Driver
 from hicache_actors.ranks.intents import AskAcquire, Release, StopPrefetch
 from hicache_actors.runtime import Workers

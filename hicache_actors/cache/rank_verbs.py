@@ -14,13 +14,13 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from hicache_actors.asking import LAST_STEP_S
-from hicache_actors.assembly import Parts
 from hicache_actors.backends.backend import Backend
+from hicache_actors.cache.asking import LAST_STEP_S
+from hicache_actors.cache.assembly import Parts
+from hicache_actors.cache.handles import Inside, Lease
 from hicache_actors.core import CoreLease
 from hicache_actors.core.words import Wake
 from hicache_actors.errors import PeerError, UsageError
-from hicache_actors.handles import Inside, Lease
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks import StepDriver
 from hicache_actors.ranks.link import RankLink

@@ -14,14 +14,14 @@ from typing import Any, Final, TypeVar
 import anyio
 import msgspec
 
-from hicache_actors.asking import Asking
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.asking import Asking
+from hicache_actors.cache.key_choice import keys_of
 from hicache_actors.config import Config
 from hicache_actors.core import Core
 from hicache_actors.core.words import Attached
 from hicache_actors.errors import BackendError
-from hicache_actors.key_choice import keys_of
 from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.ranks.group import RankGroup

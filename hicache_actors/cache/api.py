@@ -15,10 +15,17 @@ from typing import Literal, TypeAlias, TypeVar
 import anyio
 import msgspec
 
-from hicache_actors.asking import Acquire, Asking
-from hicache_actors.assembly import DriverKind, Parts, plan
 from hicache_actors.backends.backend import Backend
-from hicache_actors.blocks_api import BlockVerbs
+from hicache_actors.cache.asking import Acquire, Asking
+from hicache_actors.cache.assembly import DriverKind, Parts, plan
+from hicache_actors.cache.block_verbs import BlockVerbs
+from hicache_actors.cache.event_verbs import EventVerbs
+from hicache_actors.cache.handles import Admission, Lease, Prefetch, check_rid
+from hicache_actors.cache.policy_verbs import PolicyVerbs
+from hicache_actors.cache.rank_verbs import RankVerbs
+from hicache_actors.cache.rooms import Room, WaitForRoom
+from hicache_actors.cache.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
+from hicache_actors.cache.storage_switch import StorageSwitch
 from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
 from hicache_actors.core.config import SlotOwner
@@ -28,26 +35,19 @@ from hicache_actors.core.words import Match, Shortfall, Slots
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError
 from hicache_actors.events import EventsSnapshot
-from hicache_actors.events_api import EventVerbs
-from hicache_actors.handles import Admission, Lease, Prefetch, check_rid
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.report import SizingReport
-from hicache_actors.observer import BatchKind, Observer
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.flows import FlowSnapshot
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.policies_api import PolicyVerbs
+from hicache_actors.pipelines.observer import BatchKind, Observer
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.intents import AskDrained, AskStored, Reset
 from hicache_actors.ranks.transport import Transport
-from hicache_actors.ranks_api import RankVerbs
-from hicache_actors.rooms import Room, WaitForRoom
 from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
-from hicache_actors.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
-from hicache_actors.storage_switch import StorageSwitch
 from hicache_actors.tiers.device import DeviceSnapshot
 from hicache_actors.tiers.host import HostSnapshot
 from hicache_actors.tiers.storage import StorageSnapshot

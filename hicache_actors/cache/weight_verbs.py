@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from typing import Protocol
 
-from hicache_actors.assembly import Parts
+from hicache_actors.cache.assembly import Parts
+from hicache_actors.cache.policy_verbs import OpenCache
 from hicache_actors.checks import text
 from hicache_actors.errors import UsageError
-from hicache_actors.policies_api import OpenCache
 from hicache_actors.ranks.intents import AdvanceEpoch
 
 

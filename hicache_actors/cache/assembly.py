@@ -13,6 +13,11 @@ from typing import Final, Literal, NamedTuple, get_args
 import msgspec
 
 from hicache_actors.backends.backend import Backend
+from hicache_actors.cache.key_choice import layout_of
+from hicache_actors.cache.rank_facts import check_ranks, facts_of
+from hicache_actors.cache.shadow_mode import Shadow
+from hicache_actors.cache.storage_switch import source_of
+from hicache_actors.cache.switches import why_disabled
 from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.config import SlotOwner
@@ -21,7 +26,6 @@ from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device, Listener
 from hicache_actors.errors import ConfigError, HiCacheError, PeerError, TransferError
 from hicache_actors.events import EventStream
-from hicache_actors.key_choice import layout_of
 from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.budget import host_budget, host_memory_scope
 from hicache_actors.memory.host import HostMemory
@@ -31,15 +35,11 @@ from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import take_staging
 from hicache_actors.pipelines.effects import Pipelines
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.rank_facts import check_ranks, facts_of
 from hicache_actors.ranks import AutoDriver, Board, Driver, StepDriver, exchange_alone
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.link import RankLink, join
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
-from hicache_actors.shadow_mode import Shadow
-from hicache_actors.storage_switch import source_of
-from hicache_actors.switches import why_disabled
 from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import Source, StorageTier

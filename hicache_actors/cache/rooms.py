@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from hicache_actors.asking import LAST_STEP_S, Asking
+from hicache_actors.cache.asking import LAST_STEP_S, Asking
+from hicache_actors.cache.handles import Inside
 from hicache_actors.core import Core
 from hicache_actors.core.reservation import CoreRoom
 from hicache_actors.core.words import Shortfall
-from hicache_actors.handles import Inside
 from hicache_actors.ranks.intents import AskRoom, LeaveRoom
 
 

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
+from hicache_actors.cache.key_choice import layout_of
 from hicache_actors.checks import count, positive
+from hicache_actors.command.modelfile import ModelShape, dtype_name, read_model
 from hicache_actors.config import LAYOUTS, Config
 from hicache_actors.errors import ConfigError
-from hicache_actors.key_choice import layout_of
 from hicache_actors.keys.namespace import Rank
 from hicache_actors.memory.budget import HostBudget, host_budget, host_memory_scope, host_pages
 from hicache_actors.memory.layout import SlotLayout
@@ -25,7 +26,6 @@ from hicache_actors.memory.report import SizingReport, sizing_report
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import StagingSize, staging_size, take_staging
 from hicache_actors.memory.traps import StorageFacts, Trap
-from hicache_actors.modelfile import ModelShape, dtype_name, read_model
 
 CONTEXTS_TOKENS: Final = (8192, 32768)
 

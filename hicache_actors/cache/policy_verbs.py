@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hicache_actors.asking import Asking
+from hicache_actors.cache.asking import Asking
+from hicache_actors.cache.handles import Inside
 from hicache_actors.core import PolicyRefused
-from hicache_actors.handles import Inside
 from hicache_actors.policy_config import Eviction, WritePolicy
 from hicache_actors.ranks.intents import SetEviction, SetWritePolicy
 

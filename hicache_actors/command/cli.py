@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from hicache_actors import doctor, plan
 from hicache_actors.bench import command as bench
+from hicache_actors.command import doctor, plan
 from hicache_actors.errors import ConfigError, HiCacheError
 
 DESCRIPTION: Final = "A KV cache of three tiers (device, host, storage) for asyncio LLM servers."

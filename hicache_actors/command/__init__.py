@@ -1,0 +1,1 @@
+"""The `hicache` command: what an operator asks before and while a cache runs."""
