@@ -40,7 +40,7 @@ class Backend(ABC):
     """Who can see what is written here: this process only, processes of this host, or the cluster."""
 
     checks: bool = False
-    """Whether `read_checked` may be called.  A wrapper leaves it at False, unless it knows of that call too."""
+    """Whether `read_checked` and `write_sealed` may be called.  A wrapper says False, unless it has them too."""
 
     async def open(self) -> None:
         """Called once, before any other method, on the loop that will use it.  Raises `BackendError` or `ConfigError`."""
@@ -77,6 +77,12 @@ class Backend(ABC):
     @abstractmethod
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
         """Store objects; after WRITTEN or PRESENT a later `read` finds a whole object, before that it finds none or a whole one."""
+
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Stored]:
+        """`seal_many` and `write` in one go, where ``checks`` says so.  What is stored already need not be sealed."""
+        raise NotImplementedError
 
     async def delete(self, keys: Sequence[str]) -> int:
         """Remove objects -> how many were there.  The default removes nothing."""

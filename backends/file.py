@@ -127,7 +127,17 @@ class FileBackend(Backend):
         return found, verdicts
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
-        outcomes, error = await self._write(keys, buffers)
+        return await self._write(keys, buffers, None)
+
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Stored]:
+        return await self._write(keys, buffers, expected)
+
+    async def _write(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> list[Stored]:
+        outcomes, error = await self._write_with_room(keys, buffers, expected)
         now_s = anyio.current_time()
         self._known.add((key for key, done in zip(keys, outcomes, strict=True) if done), now_s)
         self._counts["written"] += outcomes.count(Stored.WRITTEN)
@@ -178,7 +188,9 @@ class FileBackend(Backend):
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    async def _write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[Stored], OSError | None]:
+    async def _write_with_room(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> tuple[list[Stored], OSError | None]:
         """Write, make room for what did not fit, and write that; what still does not fit is refused."""
         here = copy_context()  # which pool a call belongs to is known by its task
 
@@ -187,7 +199,7 @@ class FileBackend(Backend):
                 return here.run(self._workers.submit, work)
             return None
 
-        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers, help)
+        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers, help, expected)
         until_s = anyio.current_time() + _ROOM_S
         while left and anyio.current_time() < until_s:  # other writers may be faster than we
             done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)
@@ -199,8 +211,8 @@ class FileBackend(Backend):
                 self._note("evict", 1, caught, fatal=False)
                 break
             again = await self._workers.run(
-                self._folder.write_many, [keys[i] for i in left], [buffers[i] for i in left]
-            )  # fmt: skip
+                self._folder.write_many, [keys[i] for i in left], [buffers[i] for i in left], None, expected, left
+            )
             for i, outcome in zip(left, again.outcomes, strict=True):
                 outcomes[i] = outcome
             error = again.error or error

@@ -135,10 +135,16 @@ def make_file(file: NewFile, publisher: Publisher) -> Outcome:
 
 
 class Making:
-    """A batch of files being made.  Several threads may `work` at it at once; after all have returned it has `outcomes`."""
+    """A batch of files being made.  Several threads may `work` at it at once; after all have returned it has `outcomes`.
 
-    def __init__(self, files: Sequence[NewFile], publisher: Publisher) -> None:
+    If something is ``expected``, each is sealed before it is written, as the object of that number.
+    """
+
+    def __init__(
+        self, files: Sequence[NewFile], publisher: Publisher, expected: Expected | None, numbers: Sequence[int]
+    ) -> None:
         self._files, self._publisher = files, publisher
+        self._expected, self._numbers = expected, numbers
         self._waiting = iter(range(len(files)))  # a step of it is one step for all threads
         self._outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files)
         self._full = False
@@ -146,7 +152,8 @@ class Making:
         library = native.files()
         if library is not None and files:
             temporaries, paths, buffers = zip(*files, strict=True)
-            self._native = native.Writes(library, temporaries, paths, buffers)
+            names = None if expected is None else expected.names()
+            self._native = native.Writes(library, temporaries, paths, buffers, names, numbers)
 
     def work(self) -> None:
         if self._native is not None:
@@ -154,6 +161,8 @@ class Making:
             return
         for at in self._waiting:
             if not self._full:
+                if self._expected is not None:
+                    self._expected.seal(self._files[at].buffer, self._numbers[at])
                 self._outcomes[at] = outcome = make_file(self._files[at], self._publisher)
                 error = outcome[1]
                 self._full = self._full or (error is not None and error.errno in _DISK_IS_FULL)

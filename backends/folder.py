@@ -104,8 +104,18 @@ class Folder:
         with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
             return self._read_all(keys, buffers, expected)
 
-    def write_many(self, keys: Sequence[str], buffers: Sequence[memoryview], help: Help | None = None) -> Written:
-        """Store what is not there yet, in order, as far as there is room; a large batch with another thread's ``help``."""
+    def write_many(
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[memoryview],
+        help: Help | None = None,
+        expected: Expected | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> Written:
+        """Store what is not there yet, in order, as far as there is room; a large batch with another thread's ``help``.
+
+        If something is ``expected``, what is written is sealed as the objects of these ``numbers``; of all, if they are not given.
+        """
         places = [self._find(key) for key in keys]
         sizes = [disk_bytes(len(buffer)) for buffer in buffers]
         outcomes = [Stored.FAILED] * len(keys)
@@ -120,7 +130,8 @@ class Folder:
         files = [NewFile(self._temporary(places[i][0]), places[i][1], buffers[i]) for i in granted]
         last_error: OSError | None = None
         try:
-            making = Making(files, self._publisher)
+            numbers = range(len(keys)) if numbers is None else numbers
+            making = Making(files, self._publisher, expected, [numbers[i] for i in granted])
             share(making.work, help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None)
             for i, file, made in zip(granted, files, making.outcomes(), strict=True):
                 row = places[i][0]

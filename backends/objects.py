@@ -69,7 +69,7 @@ def verdict_of(code: int) -> Verdict:
 
 
 class Expected(NamedTuple):
-    """What the headers of the objects of whole pages must say: ``len(chunks)`` objects for each page hash, in their order.
+    """What the headers of the objects of whole pages must or shall say: ``len(chunks)`` objects for each page hash, in their order.
 
     ``namespace`` is a digest of 16 bytes, each page hash has 32.  ``checksums`` is asked for each page: False leaves its checksums
     out, and the rest of the headers only is compared.
@@ -82,6 +82,11 @@ class Expected(NamedTuple):
 
     def verify(self, objects: Sequence[memoryview]) -> list[Verdict]:
         return verify_many(objects, *self)
+
+    def seal(self, object: memoryview, number: int) -> None:
+        """Make it the object of that number."""
+        page, chunk = divmod(number, len(self.chunks))
+        seal(object, self.namespace, self.page_hashes[page], self.chunks[chunk])
 
     def names(self) -> Names:
         """For the native library.  ValueError for digests of another length."""

@@ -318,6 +318,12 @@ class Logging(Wrapper):
         writing = self.inner.write(keys, buffers)
         return await self._logged("write", writing, _tally, len(keys), buffers)
 
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Stored]:
+        writing = self.inner.write_sealed(keys, buffers, expected)
+        return await self._logged("write", writing, _tally, len(keys), buffers)
+
     async def delete(self, keys: Sequence[str]) -> int:
         return await self._logged("delete", self.inner.delete(keys), lambda n: f"{n} deleted", len(keys))
 

@@ -72,10 +72,19 @@ class Reads:
 
 
 class Writes:
-    """A batch of files that are made; `run` may be called by several threads at once, which share the work."""
+    """A batch of files that are made; `run` may be called by several threads at once, which share the work.
+
+    With ``names`` the buffers are objects, and sealed first; ``numbers`` says which object of the names each is.
+    """
 
     def __init__(
-        self, files: Files, temporaries: Sequence[bytes], paths: Sequence[bytes], buffers: Sequence[memoryview]
+        self,
+        files: Files,
+        temporaries: Sequence[bytes],
+        paths: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        names: Names | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         count = len(paths)
         self._files = files
@@ -83,12 +92,17 @@ class Writes:
         self._errors = (ctypes.c_int32 * count)()
         self._kept = (
             (ctypes.c_char_p * count)(*temporaries), (ctypes.c_char_p * count)(*paths), addresses(buffers),
-            lengths(buffers), buffers,
+            lengths(buffers), (ctypes.c_uint64 * len(numbers))(*numbers), names, buffers,
         )  # fmt: skip
-        self._batch = FileWrites(count, 0, *map(_at, self._kept[:4]), _at(self._outcomes), _at(self._errors), 0, 0)
+        self._batch = FileWrites(
+            count, 0, *map(_at, self._kept[:4]), None if names is None else ctypes.pointer(names), _at(self._kept[4]),
+            _at(self._outcomes), _at(self._errors), 0, 0,
+        )  # fmt: skip
 
     def run(self) -> None:
-        self._files.write(self._batch)
+        """ValueError, with nothing made, if an object has no room for a header."""
+        if self._files.write(self._batch) < 0:
+            raise ValueError(self._files.last_error())
 
     @property
     def outcomes(self) -> list[int]:
@@ -107,6 +121,7 @@ class Files:
     def __init__(self, loaded: Library) -> None:
         self.read = loaded.function("hic_files_read", ctypes.c_int32, ctypes.POINTER(FileReads))
         self.write = loaded.function("hic_files_write", ctypes.c_int32, ctypes.POINTER(FileWrites))
+        self.last_error = loaded.last_error
         self._leading = loaded.function(
             "hic_files_leading", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
         )

@@ -171,6 +171,8 @@ class FileWrites(ctypes.Structure):
         ("paths", ctypes.c_void_p),
         ("buffers", ctypes.c_void_p),
         ("bytes", ctypes.c_void_p),
+        ("names", ctypes.POINTER(Names)),
+        ("numbers", ctypes.c_void_p),
         ("outcomes", ctypes.c_void_p),
         ("errors", ctypes.c_void_p),
         ("full", ctypes.c_int32),

@@ -66,6 +66,7 @@ class Watched(Wrapper):
         self.checks = inner.checks
         self.stored: set[str] = set()
         self.last_byte_s = 0.0
+        self._reads: list[tuple[Sequence[str], float]] = []
         self._read_s: dict[str, float] = {}
         self._workers = workers
 
@@ -82,15 +83,25 @@ class Watched(Wrapper):
         found = await reading
         in_thread_s = self._workers.last_end_s
         self.last_byte_s = in_thread_s if in_thread_s > begun_s else perf_counter()
-        self._read_s |= dict.fromkeys((key[:_HASH_DIGITS] for key in keys), self.last_byte_s)
+        self._reads.append((keys, self.last_byte_s))  # looked at when somebody asks: not while the clock runs
         return found
 
     def last_byte_of(self, hashes: Iterable[bytes]) -> float:
         """When the last of these pages was in."""
+        for keys, last_byte_s in self._reads:
+            self._read_s |= dict.fromkeys((key[:_HASH_DIGITS] for key in keys), last_byte_s)
+        self._reads.clear()
         return max(self._read_s[page_hash.hex()] for page_hash in hashes)
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
         outcomes = await self.inner.write(keys, buffers)
+        self.stored.update(keys)
+        return outcomes
+
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> Sequence[Stored]:
+        outcomes = await self.inner.write_sealed(keys, buffers, expected)
         self.stored.update(keys)
         return outcomes
 

@@ -58,6 +58,10 @@ class Prompt:
         self._buffer[used:end] = added
         self._packed = memoryview(self._buffer).toreadonly()[:end]
 
+    def hashed_pages(self, page_size: int) -> int:
+        """How many pages `page_hashes` has hashed so far: so many it answers at once."""
+        return len(self._hashes.get(page_size, ()))
+
     def page_hashes(self, page_size: int, n_pages: int) -> Sequence[bytes]:
         """Hashes (32 bytes each) of pages [0, ``n_pages``), chained from token 0 and the scope; made once and kept.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -71,6 +71,12 @@ class HostMemory:
     def nbytes(self) -> int:
         return self.slots * self.layout.slot_bytes
 
+    def extent(self) -> tuple[int, int]:
+        """(address, bytes) of the mapping, for devices that must be told of it.  Raises `StoppedError` after `close`."""
+        if self._mapping is None:
+            raise StoppedError("the host memory is closed")
+        return np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data, self.nbytes
+
     def object(self, slot: int) -> memoryview:
         """Header and payload of a slot, writable; of several chunks, one behind the other.
 
@@ -82,6 +88,15 @@ class HostMemory:
         """Header and payload of each chunk of a slot, writable.  Raises as `object` does."""
         run = self._run(slot, 0)
         return [run] if len(self._spans) == 1 else [run[start:end] for start, end in self._spans]
+
+    def objects_of(self, slots: Sequence[int]) -> list[memoryview]:
+        """`objects` of each slot, in one list."""
+        if len(self._spans) != 1:
+            return [object for slot in slots for object in self.objects(slot)]
+        if slots:
+            self._run(max(slots), 0), self._run(min(slots), 0)  # raise what `object` would
+        whole, distance, length = self._bytes, self._slot_bytes, self._object_bytes
+        return [] if whole is None else [whole[slot * distance : slot * distance + length] for slot in slots]
 
     def header(self, slot: int) -> memoryview:
         """The header of a slot (of its first chunk), writable; empty for raw objects."""

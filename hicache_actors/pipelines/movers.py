@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final, TypeVar, TypeVarTuple
 
 import anyio
 
 from hicache_actors.config import Deadlines, StorageConfig
 from hicache_actors.core.words import TOKEN_BYTES, Path, Slots
+from hicache_actors.cuda_ext.native.digests import digests
 from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.keys.hashes import page_hashes
 from hicache_actors.keys.prompt import Prompt
@@ -18,6 +20,12 @@ from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import StorageTier
 from hicache_actors.transfer.batch import Batch, cut
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+HASH_HERE_TOKENS: Final = 16_384
+"""The native library hashes so many tokens in less than 0.1 ms; a thread's answer takes longer."""
 
 
 class Movers:
@@ -65,22 +73,30 @@ class Movers:
         return min(limit for limit in limits if limit is not None)
 
     async def hash_path(self, path: Path) -> tuple[bytes, ...]:
-        """Hashes of the pages of ``path``, off the loop; what the prompt has hashed already is reused.
+        """Hashes of the pages of ``path``; what the prompt has hashed already is reused.
 
-        Empty if no thread can be had: all of them hang, or the cache is closing.
+        Off the loop, if that takes longer than the way to a thread and back.  Empty if no thread can be had: all of them hang, or
+        the cache is closing.
         """
-        last_page = path.first_page + path.pages
+        last_page, prompt = path.first_page + path.pages, path.prompt
         hashes: Sequence[bytes]
         try:
-            if isinstance(path.prompt, Prompt):
-                hashes = await self._workers.run(path.prompt.page_hashes, self.page_size, last_page)
+            if isinstance(prompt, Prompt):
+                new_pages = last_page - prompt.hashed_pages(self.page_size)
+                hashes = await self._near_or_far(new_pages, prompt.page_hashes, self.page_size, last_page)
             else:
                 tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
-                hashes = await self._workers.run(page_hashes, tokens, path.scope, self.page_size)
+                hashes = await self._near_or_far(last_page, page_hashes, tokens, path.scope, self.page_size)
         except (BackendError, StoppedError) as error:
             self._log.warning("path_not_hashed", pages=path.pages, exc_info=error)
             return ()
         return tuple(hashes[path.first_page : last_page])
+
+    async def _near_or_far(self, pages: int, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Hash ``pages`` here if they are few, else in a thread."""
+        if pages * self.page_size <= HASH_HERE_TOKENS and digests() is not None:
+            return fn(*args)
+        return await self._workers.run(fn, *args)
 
     # -- observers -----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class HostTier(Actor):
 
     def objects(self, slots: Slots) -> list[memoryview]:
         """Header and payload of each object of each slot, writable; the caller holds the slots."""
-        return [object for slot in unpack_slots(slots) for object in self.memory.objects(slot)]
+        return self.memory.objects_of(unpack_slots(slots))
 
     def usage(self) -> HostSnapshot:
         layout = self.memory.layout

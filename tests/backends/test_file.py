@@ -239,6 +239,27 @@ async def test_reads_are_judged_in_the_same_call(tmp_path: Path, backend: FileBa
     assert await backend.read_checked(KEYS[:2], back[:2], swapped._replace(page_hashes=hashes[:1])) == [bad, bad]
 
 
+async def test_objects_are_sealed_when_they_are_written(tmp_path: Path, workers: Workers) -> None:
+    ours, hashes, chunks = b"o" * 16, [bytes([i]) * 32 for i in range(4)], (3, 9)
+    expected = Expected(ours, hashes, chunks)
+    keys, objects, plain = KEYS[:8], room(8, HEADER_BYTES + 1000), room(8, HEADER_BYTES + 1000)
+    for at in range(8):
+        objects[at][HEADER_BYTES:] = plain[at][HEADER_BYTES:] = content(keys[at], 1000)
+    seal_many(plain, ours, hashes, chunks)
+    size_gb = 4 * 8192 / 1e9  # room for half of them, beside one that is there
+    backend = FileBackend(f"file://{tmp_path}/store?max_gb={size_gb}", workers)
+    await backend.open()
+    assert await backend.write([keys[0]], [plain[0]]) == [Stored.WRITTEN]
+    outcomes = await backend.write_sealed(keys, objects, expected)
+    assert outcomes[0] == Stored.PRESENT
+    assert {Stored.WRITTEN} <= set(outcomes[1:])
+    for key, outcome, object in zip(keys, outcomes, plain, strict=True):
+        if outcome == Stored.WRITTEN and await backend.exists([key]):
+            assert file_of(tmp_path, key).read_bytes() == object
+    assert objects[0][:HEADER_BYTES] == room(1, HEADER_BYTES)[0]  # what is stored already is not sealed
+    await backend.close()
+
+
 async def test_a_restart_after_a_power_failure(tmp_path: Path, workers: Workers) -> None:
     """Files whose blocks never reached the disk are empty, and so may be the count of them; what a dead writer left is removed,
     and nothing else."""

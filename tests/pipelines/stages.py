@@ -41,6 +41,7 @@ def _worker(work: str, pipeline: str | None = None) -> Setter:
             return await run(fn, *args)
 
         patch.setattr(workers, "run", trapped)
+        patch.setattr("hicache_actors.pipelines.movers.HASH_HERE_TOKENS", -1)
 
     return set_trap
 

@@ -48,8 +48,10 @@ struct hic_writes {
   uint64_t next; /* 0 at first */
   const char *const *temporaries;
   const char *const *paths; /* in the same folder */
-  const void *const *buffers;
+  void *const *buffers;
   const uint64_t *bytes;
+  const struct hic_names *names; /* NULL: the buffers are not touched.  Else they are objects, and sealed first */
+  const uint64_t *numbers;       /* which object of the names each is */
   int32_t *outcomes; /* hic_write_outcome, SKIPPED at first */
   int32_t *errors;
   int32_t full; /* set when the disk has no room: what is left is skipped */

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "error.h"
 #include "objects.h"
 
 namespace {
@@ -123,9 +124,13 @@ int32_t hic_files_read(hic_reads* batch) {
 }
 
 int32_t hic_files_write(hic_writes* batch) {
+  for (uint64_t i = 0; batch->names && i < batch->count; ++i)
+    if (batch->bytes[i] < hic::kHeaderBytes)
+      return hic::fail(HIC_INVALID, "object %llu has no room for a header", static_cast<unsigned long long>(i));
   for (uint64_t i; (i = next(&batch->next)) < batch->count;) {
     if (__atomic_load_n(&batch->full, __ATOMIC_RELAXED)) continue;
-    const int32_t outcome = write_one(*batch, i);
+    if (batch->names) hic::seal(static_cast<uint8_t*>(batch->buffers[i]), batch->bytes[i], *batch->names, batch->numbers[i]);
+    const int32_t outcome = write_one(*batch, i);  // while it is in the processor's cache
     batch->errors[i] = outcome == HIC_WRITE_FAILED ? errno : 0;
     batch->outcomes[i] = outcome;
     if (is_full(batch->errors[i])) __atomic_store_n(&batch->full, 1, __ATOMIC_RELAXED);

@@ -120,21 +120,31 @@ class Store:
         return self.calls.start(call, "read", read, verify)
 
     def seal(self, hashes: Sequence[bytes], slots: Slots) -> Call[bool]:
-        """Write checksum and header of each page into its slot, off the loop.  Pages that are staged are sealed when they are."""
+        """Write checksum and header of each page into its slot, off the loop.
+
+        Pages that are staged are sealed when they are, and those of a backend that seals when they are written.
+        """
+        call = Call("seal", False)
+        if not self._has_headers or self._staging is not None or self.backend.checks:
+            call.settle(True)
+            call.end()
+            return call
 
         async def seal() -> bool:
-            if self._staging is None:
-                await self._seal(hashes, self._host.objects(slots))
+            await self._seal(hashes, self._host.objects(slots))
             return True
 
-        return self.calls.compute(Call("seal", False), seal)
+        return self.calls.compute(call, seal)
 
     def write(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> Call[Sequence[Stored]]:
-        """Store sealed pages -> what became of each, or () if the store fails.  What another call writes now is left to it."""
+        """Store pages that have been sealed -> what became of each, or () if the store fails.
+
+        What another call writes now is left to it.
+        """
         keys, objects_a_page = self.keys.keys(hashes), len(self.keys.chunks)
         names = keys[::objects_a_page]  # of the pages: the first of its objects stands for each
         flight = self._flights.start(names)
-        own_slots = _pick(slots, flight.mine)
+        own_slots, own_hashes = _pick(slots, flight.mine), [hashes[at] for at in flight.mine]
         own_keys = [key for at in flight.mine for key in keys[at * objects_a_page : (at + 1) * objects_a_page]]
         nothing: Sequence[Stored] = ()
         nbytes = len(flight.mine) * self._page_bytes
@@ -144,12 +154,16 @@ class Store:
 
         async def stage(staged: StagedPages) -> None:
             await self._workers.run(staged.gather)
-            await self._seal([hashes[at] for at in flight.mine], objects())
+            if self._has_headers and not self.backend.checks:
+                await self._seal(own_hashes, objects())
+
+        async def store() -> Sequence[Stored]:
+            if self._has_headers and self.backend.checks:
+                return await self.backend.write_sealed(own_keys, objects(), self._expected(own_hashes))
+            return await self.backend.write(own_keys, objects())
 
         async def write() -> dict[int, Stored]:
-            answers = of_pages(
-                [Stored(answer) for answer in await self.backend.write(own_keys, objects())], objects_a_page
-            )
+            answers = of_pages([Stored(answer) for answer in await store()], objects_a_page)
             outcomes = dict(zip(flight.mine, answers, strict=False))
             flight.land({names[at]: outcome for at, outcome in outcomes.items()})
             self._note(Counted("written_pages", answers.count(Stored.WRITTEN)))
@@ -251,9 +265,8 @@ class Store:
         return None, lambda: objects
 
     async def _seal(self, hashes: Sequence[bytes], objects: Sequence[memoryview]) -> None:
-        if self._has_headers:
-            self._note(CallBegun("seal"))
-            await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunks)
+        self._note(CallBegun("seal"))
+        await self._workers.run(seal_many, objects, self.keys.namespace_digest, hashes, self.keys.chunks)
 
     def _expected(self, hashes: Sequence[bytes]) -> Expected:
         return Expected(self.keys.namespace_digest, hashes, self.keys.chunks, self._checksums)
