@@ -26,6 +26,7 @@ from hicache_actors.cache.rank_verbs import RankVerbs
 from hicache_actors.cache.rooms import Room, WaitForRoom
 from hicache_actors.cache.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
 from hicache_actors.cache.storage_switch import StorageSwitch
+from hicache_actors.cache.weight_verbs import WeightVerbs
 from hicache_actors.config import Config
 from hicache_actors.core import Core, Usage
 from hicache_actors.core.config import SlotOwner
@@ -88,7 +89,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     events: EventsSnapshot
 
 
-class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs):
+class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:

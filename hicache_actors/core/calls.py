@@ -14,7 +14,7 @@ from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.waiting import Waiting
-from hicache_actors.core.words import PolicyRefused, Shortfall, Tokens, UseStorage
+from hicache_actors.core.words import PolicyRefused, Shortfall, Tokens, UseStorage, UseWeights
 
 
 class BlockCalls:
@@ -131,6 +131,21 @@ class OperatorCalls:
         does not count.
         """
         self._backlog.set_storage(UseStorage(attached, deadline_s=deadline_s))
+
+    def reset(self) -> None:
+        raise NotImplementedError
+
+    def advance_epoch(self, weights: str) -> None:
+        """The model has other weights from here on: `reset`, and what is stored of the old ones is not found any more.
+
+        ``UseWeights`` follows.  Open storage jobs run on under the old names: what they bring is not published.
+        """
+        state = self.state
+        self._backlog.saving.end_backup()  # what this section wanted saved has the old name still
+        self.reset()
+        state.storage_epoch += 1
+        state.note(Note.WEIGHTS, state.storage_epoch, state.text(weights))
+        state.effects.append(UseWeights(weights))
 
     def set_write_policy(self, policy: WritePolicy) -> PolicyRefused | None:
         """Save by another policy from now on -> None, or why not now.

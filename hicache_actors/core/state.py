@@ -56,6 +56,7 @@ class Note(enum.IntEnum):
     ACQUIRE = 18
     STORAGE = 19
     POLICY = 20
+    WEIGHTS = 22
     ATTACH = 21
     LOOKUP = 30
     SAVE = 31
@@ -102,8 +103,8 @@ class State:
         self.log_digest = 0
         self.decided = 0  # decisions so far
         self.decisions: deque[tuple[int, int, int, int, int]] = deque(maxlen=KEPT_DECISIONS)
-        self.reservations: dict[int, CoreRoom] = {}  # by the waiter that it was given to
         self.watches = 0  # how often somebody began to listen; local
+        self.reservations: dict[int, CoreRoom] = {}  # by the waiter that it was given to
         self._orders = 0
         self.changed = False  # something that waiters of `stored` or `drained` look at
         self.leases: dict[str, CoreLease] = {}

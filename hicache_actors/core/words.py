@@ -299,6 +299,12 @@ class UseStorage(msgspec.Struct, frozen=True):
     deadline_s: float = 0.0
 
 
+class UseWeights(msgspec.Struct, frozen=True):
+    """Storage jobs started from here on are about pages of a model with these weights; those started before, of the old one."""
+
+    weights: str
+
+
 Effect: TypeAlias = (
     StartPrefetch
     | StartLoad
@@ -312,5 +318,6 @@ Effect: TypeAlias = (
     | Wake
     | StartAttach
     | UseStorage
+    | UseWeights
     | Changed
 )

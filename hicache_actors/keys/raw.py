@@ -33,6 +33,7 @@ class RawKeys:
         self.namespace, self.rank = namespace, rank
         self.namespace_digest = namespace.digest  # of no object; for words only
         self.chunks = (0,)
+        self.leads = not (rank.tp_rank or rank.pp_rank or rank.cp_rank)
         self.tells_weights = False
         self.writes = not namespace.replicated or rank.tp_rank == 0
         self.model = namespace.model_id.replace("/", "-")

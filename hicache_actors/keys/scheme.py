@@ -37,6 +37,10 @@ class KeyScheme(Protocol):
         """Whether this rank stores what it holds: of ranks that hold the same bytes, one does."""
 
     @property
+    def leads(self) -> bool:
+        """Whether this is the first rank: what is to be said once is said by it."""
+
+    @property
     def tells_weights(self) -> bool:
         """Whether pages of other weights have other names."""
 
@@ -59,6 +63,7 @@ class SuffixKeys:
     def __init__(self, namespace: Namespace, rank: Rank = SINGLE_RANK) -> None:
         self.namespace, self.rank = namespace, rank
         self.namespace_digest = namespace.digest
+        self.leads = not (rank.tp_rank or rank.pp_rank or rank.cp_rank)
         self.tells_weights = True
         tp_rank, tp_size = (0, 1) if namespace.replicated else (rank.tp_rank, rank.tp_size)
         across = rank.cp_rank * tp_size + tp_rank  # context ranks hold other bytes, also where tensor ranks do not

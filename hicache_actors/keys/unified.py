@@ -42,6 +42,7 @@ class UnifiedKeys:
     def __init__(self, namespace: Namespace, shard: Shard, rank: Rank = SINGLE_RANK) -> None:
         self.namespace, self.shard, self.rank = namespace, shard, rank
         self.namespace_digest = namespace.digest
+        self.leads = not (rank.tp_rank or rank.pp_rank or rank.cp_rank)
         self.tells_weights = True
         copies = _copies(namespace, shard, rank)
         self.writes = rank.tp_rank % copies == 0

@@ -25,6 +25,7 @@ from hicache_actors.core.words import (
     StartWriteBack,
     StopJob,
     UseStorage,
+    UseWeights,
     Wake,
 )
 from hicache_actors.errors import HiCacheError, StoppedError
@@ -159,12 +160,14 @@ class Pipelines:
                         self._idle.set()
                 case Wake():
                     self._wake(effect)
-                case Changed():
-                    self.on_changed(effect)
                 case StartAttach():
                     self._spawn("attach", attach, effect)
+                case Changed():
+                    self.on_changed(effect)
                 case UseStorage():
                     self._movers.storage.switch(effect)
+                case UseWeights():
+                    self._movers.storage.use_weights(effect.weights)
 
     def _spawn(
         self,
@@ -184,7 +187,7 @@ class Pipelines:
     def _spawn_at_store(
         self, pipeline: Callable[[Movers, Store, S, OpenJob], Coroutine[Any, Any, None]], start: S
     ) -> None:
-        """The job is about the store that is attached now, whichever is when it runs."""
+        """The job is about the store that is attached now, and the names that it gives now, whichever are when it runs."""
         store = self._movers.storage.store
         if store is None:  # the cache is closing, and has taken back what Core was attaching
             job = self.open_job(start.job)
@@ -192,8 +195,10 @@ class Pipelines:
             job.close()
             return
 
+        named = store.named()
+
         async def at_store(movers: Movers, start: S, job: OpenJob) -> None:
-            await pipeline(movers, store, start, job)
+            await pipeline(movers, named, start, job)
 
         store.enter()
         self._spawn(pipeline.__name__, at_store, start, store.leave)

@@ -146,6 +146,13 @@ class Reset(Told, frozen=True):
         core.reset()
 
 
+class AdvanceEpoch(Told, frozen=True):
+    weights: str
+
+    def run(self, core: Core, asked: Asked) -> None:
+        core.advance_epoch(self.weights)
+
+
 class SetWritePolicy(Told, frozen=True):
     policy: WritePolicy
 
@@ -173,6 +180,7 @@ AnyTold: TypeAlias = (
     | Finish
     | StopPrefetch
     | Reset
+    | AdvanceEpoch
     | SetWritePolicy
     | SetEviction
 )

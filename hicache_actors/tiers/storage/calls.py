@@ -22,7 +22,7 @@ from hicache_actors.tiers.storage.words import CallBegun, CallFailed, CallRefuse
 
 T = TypeVar("T")
 R = TypeVar("R")
-_UNJUDGED: Final = "quarantine"  #: a store that cannot put an object away may serve all the same
+_UNJUDGED: Final = ("quarantine", "list")  #: a store that cannot put an object away, or list them, may serve all the same
 
 
 class Calls:
@@ -171,7 +171,7 @@ class Calls:
 
     async def _at_backend(self, call: Call[T], direction: Direction, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
         lane, begun_s = self.lanes[direction], self._loop.time()
-        judged = call.kind != _UNJUDGED
+        judged = call.kind not in _UNJUDGED
         probe = judged and lane.breaker.begin(begun_s)
         timer = self._loop.call_later(self._timeouts_s[direction], self._overdue, call, direction, judged, probe)
         self._note(CallBegun(call.kind))

@@ -61,6 +61,7 @@ class StorageTier(Actor):
         self._pages: Counter[str] = Counter()
         self._refused: dict[Direction, Counter[Refusal]] = {direction: Counter() for direction in DIRECTIONS}
         self._last_error: str | None = None
+        self._weights: str | None = None  # other ones than the configuration says
         self._candidates: dict[int, Candidate] = {}
         self._detached: list[Store] = []
         self._closings: set[asyncio.Task[list[str]]] = set()
@@ -75,7 +76,10 @@ class StorageTier(Actor):
 
     def make(self, source: Source) -> Store:
         """The store of ``source``, not open yet."""
-        return Store(source, self._config, self._host, self._staging, self._workers, self._note, self.log)
+        store = Store(source, self._config, self._host, self._staging, self._workers, self._note, self.log)
+        if self._weights is not None:
+            store.keys = store.keys.with_weights(self._weights)
+        return store
 
     def offer(self, number: int, source: Source) -> Candidate:
         """The rank that was asked: attach ``number`` is about this store."""
@@ -117,6 +121,23 @@ class StorageTier(Actor):
         self._forget_gone()
         self._attached += self.store is not None
         self.log.info("storage_switched", old=old and old.url, new=self.store and self.store.url)
+        self.greet()
+
+    def greet(self) -> None:
+        """A store is used from here on: say who shares it, and look at what is there."""
+        if self.store is not None:
+            self.log.info("storage_shared_with", url=self.store.url, who=self.store.keys.shared_with())
+            if self._config.probe_keys and self.store.keys.leads:
+                self.store.look_around(self._config.probe_keys)
+
+    def use_weights(self, weights: str) -> None:
+        """Core has decided: from here on jobs are about pages of a model with these weights, at whatever store."""
+        self._weights = weights
+        candidates = (candidate.store for candidate in self._candidates.values())
+        for store in (self.store, *candidates):
+            if store is not None:
+                store.keys = store.keys.with_weights(weights)
+        self.log.info("weights_changed", weights=weights)
 
     def run_down(self, store: Store, deadline_s: float) -> asyncio.Task[None]:
         """Let what is about ``store`` end, then cut it off and close it: within ``deadline_s``, whatever hangs in it.
@@ -196,6 +217,14 @@ class StorageTier(Actor):
             read_latency_s=None if store is None else store.calls.latency.average_s(now_s),
             lanes={} if store is None else {name: lane.snapshot(now_s) for name, lane in store.calls.lanes.items()},
             staging={} if self._staging is None else self._staging.snapshot(),
+            shared_with=None if store is None else store.keys.shared_with(),
+            neighbours={} if store is None else store.hits.neighbours.others,
+            lookups=0 if store is None else store.hits.lookups,
+            lookup_hits=0 if store is None else store.hits.hits,
+            never_hits=store is not None and store.hits.never_hits,
+            scrubbed_objects=self._pages["scrubbed_objects"],
+            scrubbed_bytes=self._pages["scrubbed_bytes"],
+            scrubbed_bad_objects=self._pages["scrubbed_bad_objects"],
             last_error=self._last_error,
             backend={} if store is None else store.stats(),
         )

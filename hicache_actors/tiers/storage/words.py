@@ -13,7 +13,7 @@ from hicache_actors.tiers.storage.breaker import BreakerSnapshot
 Direction: TypeAlias = Literal["query", "read", "write"]
 """Calls of one direction share a queue, limits, threads and a breaker.  ``query``: lookups, and all that moves no pages."""
 
-CallKind: TypeAlias = Literal["query", "read", "seal", "write", "quarantine"]
+CallKind: TypeAlias = Literal["query", "read", "seal", "write", "quarantine", "list", "scrub"]
 
 DIRECTIONS: Final[tuple[Direction, ...]] = ("query", "read", "write")
 
@@ -41,7 +41,17 @@ class CallRefused(Control, frozen=True):
 class Counted(Control, frozen=True):
     """Add to one of the counters of `StorageSnapshot`."""
 
-    what: Literal["read_pages", "written_pages", "present_pages", "joined_pages", "corrupt_pages", "foreign_pages"]
+    what: Literal[
+        "read_pages",
+        "written_pages",
+        "present_pages",
+        "joined_pages",
+        "corrupt_pages",
+        "foreign_pages",
+        "scrubbed_objects",
+        "scrubbed_bytes",
+        "scrubbed_bad_objects",
+    ]
     pages: int
 
 
@@ -84,6 +94,10 @@ class StorageSnapshot(msgspec.Struct, frozen=True):
     offered, but stored already; ``joined_pages``: written by another call at the same time.  ``corrupt_pages``: failed the
     checksum, and quarantined; ``foreign_pages``: another namespace's, a plain miss.  ``open_calls`` run now; ``detached_calls`` of
     them at stores that have been detached, and hang.  ``read_latency_s``: moving average, None without recent reads.
+
+    ``shared_with``: who finds what is stored, in words; ``neighbours``: objects of the same model that were seen when the store was
+    attached and cannot be shared, by how they divide it; ``lookups``, ``lookup_hits``: at this store, and ``never_hits``: it is
+    populated, as far as is known, and not one of many lookups has found anything.  ``scrubbed_*``: read in the background.
     """
 
     url: str | None
@@ -103,5 +117,13 @@ class StorageSnapshot(msgspec.Struct, frozen=True):
     read_latency_s: float | None
     lanes: Mapping[Direction, LaneSnapshot]
     staging: Mapping[Direction, StagingSnapshot]
+    shared_with: str | None
+    neighbours: Mapping[str, int]
+    lookups: int
+    lookup_hits: int
+    never_hits: bool
+    scrubbed_objects: int
+    scrubbed_bytes: int
+    scrubbed_bad_objects: int
     last_error: str | None
     backend: Mapping[str, int | float | str]
