@@ -119,6 +119,7 @@ class Parts:
         if self.disabled is not None:
             self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
+        self.storage_tier.greet()
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
