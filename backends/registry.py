@@ -23,6 +23,7 @@ _BUILT_IN: Final = {
     "mooncake": ("hicache_actors.backends.mooncake", "MooncakeBackend"),
     "sglang-file": ("hicache_actors.backends.sglang_file", "SGLangFileBackend"),
     "s3": ("hicache_actors.backends.s3", "S3Backend"),
+    **dict.fromkeys(("slab", "mmap", "shm"), ("hicache_actors.backends.slab", "SlabBackend")),
     **dict.fromkeys(
         ("redis", "redis+unix", "valkey", "valkey+unix"), ("hicache_actors.backends.redis", "RedisBackend")
     ),

@@ -1,0 +1,163 @@
+"""The file: a head, the table and the slots, made once by whichever process comes first.
+
+The length of a slot is that of the first object that is written, so the file is made then, or found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
+
+from hicache_actors.backends.slab.locks import ByteLocks
+from hicache_actors.backends.slab.options import SlabOptions
+from hicache_actors.backends.slab.table import ALIGN, ENTRY_BYTES, WAYS, Table
+from hicache_actors.backends.urls import FIELD
+from hicache_actors.errors import BackendError, ConfigError
+
+NAME: Final = "objects.slab"
+MAGIC: Final = b"HICSLAB1"
+_LOCK_NAME: Final = "lock"
+
+_HEAD: Final = struct.Struct("<8sQQ")  # magic, bytes of a slot, number of slots
+_DAY: Final = struct.Struct("<QQ")  # days since 1970, bytes written on that day
+_DAY_AT: Final = 64
+_DAY_LOCK: Final = (1 << 62) + 1
+
+
+class Geometry(NamedTuple):
+    """All in bytes, but ``slots``; a slot begins at ``data_at + n * slot_bytes``."""
+
+    slot_bytes: int
+    slots: int
+
+    @property
+    def data_at(self) -> int:
+        return ALIGN + _aligned(self.slots * ENTRY_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_at + self.slots * self.slot_bytes
+
+    @classmethod
+    def for_objects(cls, object_bytes: int, cap_bytes: int) -> Geometry:
+        """As many slots as the cap has room for, in whole sets; none if not even one fits."""
+        slot_bytes = _aligned(object_bytes)
+        slots = (cap_bytes - 2 * ALIGN) // (slot_bytes + ENTRY_BYTES)
+        return cls(slot_bytes, slots - slots % WAYS if slots >= WAYS else max(0, slots))
+
+
+class StoreFile:
+    """The file, open and mapped by this process: the whole of it if ``map_slots``, else its head and table."""
+
+    def __init__(self, path: str, geometry: Geometry, *, map_slots: bool) -> None:
+        self.path, self.geometry = path, geometry
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            length = geometry.file_bytes if map_slots else geometry.data_at
+            self.mapping = mmap.mmap(self.fd, length)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._view = memoryview(self.mapping)
+        self.locks = ByteLocks(self.fd)
+        self.table = Table(self._view[ALIGN : ALIGN + geometry.slots * ENTRY_BYTES], self.mapping, ALIGN, self.locks)
+        self.slots = self._view[geometry.data_at :] if map_slots else None
+
+    def close(self) -> None:
+        """The mapping goes when nobody uses a part of it any more."""
+        self.table.close()
+        os.close(self.fd)
+
+    def spend(self, nbytes: int, limit_bytes: int) -> bool:
+        """Count what is to be written today, by all processes -> whether it may be."""
+        day = int(time.time() // 86400)
+        self.locks.hold(_DAY_LOCK)
+        try:
+            noted, spent = _DAY.unpack_from(self._view, _DAY_AT)
+            spent = spent if noted == day else 0
+            allowed = spent + nbytes <= limit_bytes
+            _DAY.pack_into(self._view, _DAY_AT, day, spent + nbytes * allowed)
+        finally:
+            self.locks.let_go(_DAY_LOCK)
+        return bool(allowed)
+
+
+def find(options: SlabOptions, *, map_slots: bool) -> StoreFile | None:
+    """The store that is there; None if there is none yet.  Raises OSError, and `ConfigError` if it is something else."""
+    path = os.path.join(options.folder, NAME)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD.size)
+            length = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return None
+    if len(head) < _HEAD.size or head[: len(MAGIC)] == bytes(len(MAGIC)):
+        return None  # its maker has died before it was done
+    magic, slot_bytes, slots = _HEAD.unpack(head)
+    geometry = Geometry(slot_bytes, slots)
+    if magic != MAGIC or not slots or slot_bytes % ALIGN or geometry.file_bytes != length:
+        raise ConfigError(
+            FIELD,
+            options.folder,
+            f"{path} is no store that this version can read",
+            fix="choose another folder, or remove the file",
+        )
+    if length > options.cap_bytes:
+        raise ConfigError(
+            FIELD, options.folder, f"the store there has {length} bytes", allowed="gb of at least that",
+            fix="raise gb, or remove the file to begin anew",
+        )  # fmt: skip
+    return StoreFile(path, geometry, map_slots=map_slots)
+
+
+def make(options: SlabOptions, object_bytes: int, *, map_slots: bool) -> StoreFile:
+    """The store that is there, or a new one for objects of that length.  Raises OSError and `BackendError`."""
+    os.makedirs(options.folder, mode=0o700, exist_ok=True)
+    path = os.path.join(options.folder, NAME)
+    with _alone(options.folder):
+        found = find(options, map_slots=map_slots)
+        if found is not None:
+            return found
+        geometry = Geometry.for_objects(object_bytes, options.cap_bytes)
+        if not geometry.slots:
+            raise BackendError(f"{options.folder}: no object of {object_bytes} bytes fits into gb", retryable=False)
+        free_bytes = shutil.disk_usage(options.folder).free
+        if free_bytes - geometry.file_bytes < options.min_free_bytes:
+            raise BackendError(
+                f"{options.folder}: {free_bytes} bytes are free; the store needs {geometry.file_bytes}, and"
+                f" {options.min_free_bytes} are to be left"
+            )
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, 0)  # whatever a maker that died has left
+            os.posix_fallocate(fd, 0, geometry.file_bytes)
+            os.pwrite(fd, _HEAD.pack(MAGIC, *geometry), 0)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+    return StoreFile(path, geometry, map_slots=map_slots)
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """Among the makers of all processes."""
+    fd = os.open(os.path.join(folder, _LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN) * ALIGN

@@ -1,0 +1,207 @@
+"""Who is in which slot: a table that all processes map, and that is right after any of them has been killed at any instant.
+
+The file is a head, the table, and the slots (see docs/slab-store.md).  Slots form sets of 16, as in the cache of a processor; a key
+belongs to one set, and may be in any slot of it.  So nothing has to be rebuilt or kept in step, a look-up touches one page of the
+table, and what makes room is the slot of the set that was unused for longest.
+
+An entry is written in an order that makes each instant right: WRITING with its owner first, READY last.  A slot whose owner is dead
+is free.  Readers take no lock: they read, and look at the entry again; a slot that has changed meanwhile was a miss.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import xxhash
+
+from hicache_actors.backends.slab.locks import ByteLocks
+from hicache_actors.errors import BackendError
+
+ALIGN: Final = 4096
+ENTRY_BYTES: Final = 256
+WAYS: Final = 16
+MAX_KEY_BYTES: Final = ENTRY_BYTES - 49
+
+FREE, WRITING, READY = 0, 1, 2
+
+_STATE: Final = struct.Struct("<I")
+_STATE_GENERATION: Final = struct.Struct("<II")
+_USED: Final = struct.Struct("<Q")
+_ENTRY: Final = struct.Struct(
+    "<IIQQQ16sB"
+)  # state, generation or owner, length, last used (ms), checksum, hash of the key, its length
+_USED_AT: Final = 16
+_HASH_AT: Final = 32
+_KEY_AT: Final = 49
+
+_SET_LOCKS: Final = 1 << 60  # bytes that no file has
+_OWNER_LOCKS: Final = 1 << 61
+_STRIPES: Final = 64
+
+
+class Found(NamedTuple):
+    """A slot that holds an object, as it was when it was looked at."""
+
+    slot: int
+    length: int
+    mark: bytes  #: state and generation
+
+
+class Claim(NamedTuple):
+    """A slot that is being written by this process."""
+
+    slot: int
+    key: str
+    length: int
+
+
+class Table:
+    """``memory`` is the table's part of the mapping.  Any thread may call; ``now_ms`` is the wall clock, which processes share."""
+
+    def __init__(self, memory: memoryview, mapping: mmap.mmap, at: int, locks: ByteLocks) -> None:
+        self._memory, self._mapping, self._at = memory, mapping, at
+        self.slots = len(memory) // ENTRY_BYTES
+        self.ways = min(WAYS, self.slots)
+        self.sets = self.slots // self.ways
+        self._locks = locks
+        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._owner = secrets.randbits(31) | 1
+        while not locks.take(_OWNER_LOCKS + self._owner):
+            self._owner = secrets.randbits(31) | 1
+
+    def close(self) -> None:
+        self._locks.let_go(_OWNER_LOCKS + self._owner)
+
+    def find(self, key: str) -> Found | None:
+        """Takes no lock; what it answers may change at once."""
+        name = key.encode()
+        digest = xxhash.xxh3_128_digest(name)
+        first = self._first(digest)
+        start, end = first * ENTRY_BYTES, (first + self.ways) * ENTRY_BYTES
+        at = self._mapping.find(digest, self._at + start, self._at + end) - self._at
+        while at >= start:
+            offset = at - _HASH_AT
+            if offset % ENTRY_BYTES == 0:
+                entry = bytes(self._memory[offset : offset + ENTRY_BYTES])
+                state, generation, length, _, checksum, _, _ = _ENTRY.unpack_from(entry)
+                if state == READY and checksum == _checksum(generation, length, name):
+                    return Found(offset // ENTRY_BYTES, length, entry[: _STATE_GENERATION.size])
+            at = self._mapping.find(digest, self._at + at + 1, self._at + end) - self._at
+        return None
+
+    def unchanged(self, found: Found) -> bool:
+        start = found.slot * ENTRY_BYTES
+        return self._memory[start : start + _STATE_GENERATION.size] == found.mark
+
+    def touch(self, found: Found, now_ms: int) -> None:
+        _USED.pack_into(self._memory, found.slot * ENTRY_BYTES + _USED_AT, now_ms)
+
+    def claim(self, key: str, length: int) -> Claim | Found | None:
+        """A slot to write in; what is there already; or None: all slots of the set are being written."""
+        name = key.encode()
+        if len(name) > MAX_KEY_BYTES:
+            raise BackendError(f"a key of {len(name)} bytes; at most {MAX_KEY_BYTES} have room", retryable=False)
+        first = self._first(xxhash.xxh3_128_digest(name))
+        with self._set(first):
+            found = self.find(key)
+            if found is not None and found.length == length:
+                return found
+            slot = found.slot if found is not None else self._victim(first)
+            if slot is None:
+                return None
+            # The state first: from here on nobody takes what is in the slot for an object.
+            _STATE_GENERATION.pack_into(self._memory, slot * ENTRY_BYTES, WRITING, self._owner)
+        return Claim(slot, key, length)
+
+    def publish(self, claim: Claim, now_ms: int) -> bool:
+        """The bytes are there -> whether they are found now; False if another writer was faster, and the slot is free again."""
+        name, start = claim.key.encode(), claim.slot * ENTRY_BYTES
+        digest = xxhash.xxh3_128_digest(name)
+        first = self._first(digest)
+        with self._set(first):
+            found = self.find(claim.key)
+            if found is not None and found.length == claim.length:
+                _STATE.pack_into(self._memory, start, FREE)
+                return False
+            if found is not None:
+                _STATE.pack_into(self._memory, found.slot * ENTRY_BYTES, FREE)
+            generation = secrets.randbits(32)
+            checksum = _checksum(generation, claim.length, name)
+            entry = _ENTRY.pack(WRITING, self._owner, claim.length, now_ms, checksum, digest, len(name)) + name
+            self._memory[start + 8 : start + len(entry)] = entry[8:]
+            _STATE_GENERATION.pack_into(self._memory, start, WRITING, generation)
+            _STATE.pack_into(self._memory, start, READY)
+        return True
+
+    def give_up(self, claim: Claim) -> None:
+        """The bytes could not be written."""
+        with self._set(claim.slot - claim.slot % self.ways):
+            _STATE.pack_into(self._memory, claim.slot * ENTRY_BYTES, FREE)
+
+    def remove(self, key: str) -> bool:
+        first = self._first(xxhash.xxh3_128_digest(key.encode()))
+        with self._set(first):
+            found = self.find(key)
+            if found is not None:
+                _STATE.pack_into(self._memory, found.slot * ENTRY_BYTES, FREE)
+            return found is not None
+
+    def clear(self) -> None:
+        for first in range(0, self.slots, self.ways):
+            with self._set(first):
+                for slot in range(first, first + self.ways):
+                    if self._state(slot) == READY:
+                        _STATE.pack_into(self._memory, slot * ENTRY_BYTES, FREE)
+
+    def keys(self, slots: Sequence[int]) -> list[str]:
+        """Of those of ``slots`` that hold an object."""
+        found = []
+        for slot in slots:
+            entry = bytes(self._memory[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+            state, generation, length, _, checksum, _, n = _ENTRY.unpack_from(entry)
+            name = entry[_KEY_AT : _KEY_AT + n]
+            if state == READY and checksum == _checksum(generation, length, name):
+                found.append(name.decode())
+        return found
+
+    def _victim(self, first: int) -> int | None:
+        """A free slot, one of a dead writer, or the one that was unused for longest."""
+        oldest: tuple[int, int] | None = None
+        for slot in range(first, first + self.ways):
+            state, owner, _, used_ms, *_ = _ENTRY.unpack_from(self._memory, slot * ENTRY_BYTES)
+            if state == WRITING:
+                if owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner):
+                    continue
+                return slot
+            if state != READY:
+                return slot
+            if oldest is None or used_ms < oldest[0]:
+                oldest = used_ms, slot
+        return None if oldest is None else oldest[1]
+
+    def _state(self, slot: int) -> int:
+        state: int = _STATE.unpack_from(self._memory, slot * ENTRY_BYTES)[0]
+        return state
+
+    def _first(self, digest: bytes) -> int:
+        return int.from_bytes(digest[:8], "little") % self.sets * self.ways
+
+    @contextmanager
+    def _set(self, first: int) -> Iterator[None]:
+        """Nobody else changes the slots of the set, in any process."""
+        with self._stripes[first // self.ways % _STRIPES]:
+            self._locks.hold(_SET_LOCKS + first)
+            try:
+                yield
+            finally:
+                self._locks.let_go(_SET_LOCKS + first)
+
+
+def _checksum(generation: int, length: int, name: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(name, seed=(generation << 32 ^ length) & (1 << 64) - 1)

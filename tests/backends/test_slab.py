@@ -1,0 +1,327 @@
+"""``slab://``, ``mmap://`` and ``shm://``: the contract, limits, and several processes at one store."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache_actors.backends import Backend, Stored
+from hicache_actors.backends.slab import SlabBackend, SlabOptions
+from hicache_actors.backends.slab.doorkeeper import Doorkeeper
+from hicache_actors.backends.slab.store_file import NAME, Geometry
+from hicache_actors.backends.slab.table import ALIGN, ENTRY_BYTES, WAYS, WRITING
+from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.testing.backend_contract import BackendContract, content, room
+
+pytestmark = pytest.mark.anyio
+
+_names = (f"test-{os.getpid()}-{n}" for n in itertools.count())
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers("slab", 8)
+    yield workers
+    assert workers.close(20.0) == ()
+
+
+class _Contract(BackendContract):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _medium(self, workers: Workers, tmp_path: Path) -> Iterator[None]:
+        self.workers = workers
+        self.url = self.url_of(tmp_path)
+        yield
+        shutil.rmtree(SlabOptions.parse(self.url).folder, ignore_errors=True)
+
+    def url_of(self, folder: Path) -> str:
+        raise NotImplementedError
+
+    async def make(self) -> Backend:
+        return SlabBackend(self.url, self.workers)
+
+    async def other(self) -> SlabBackend:
+        """As another process would: nothing but the file is shared."""
+        backend = SlabBackend(self.url, self.workers)
+        await backend.open()
+        return backend
+
+    async def medium_put(self, key: str, data: bytes) -> None:
+        backend = await self.other()
+        await backend.delete([key])
+        assert list(await backend.write([key], [memoryview(data)])) == [Stored.WRITTEN]
+        await backend.close()
+
+    async def medium_get(self, key: str) -> bytes | None:
+        backend = await self.other()
+        file = await backend._found_file()
+        found = None if file is None else file.table.find(key)
+        await backend.close()
+        if file is None or found is None:
+            return None
+        at = file.geometry.data_at + found.slot * file.geometry.slot_bytes
+        with open(file.path, "rb") as medium:  # noqa: ASYNC230
+            medium.seek(at)
+            return medium.read(found.length)
+
+
+class TestSlab(_Contract):
+    def url_of(self, folder: Path) -> str:
+        return f"slab://{folder}/store?gb=0.008"
+
+
+class TestMmap(_Contract):
+    def url_of(self, folder: Path) -> str:
+        return f"mmap://{folder}/store?gb=0.008"
+
+
+class TestShm(_Contract):
+    def url_of(self, folder: Path) -> str:
+        return f"shm://{next(_names)}?gb=0.008"
+
+
+def objects(n: int, n_bytes: int = 5000, prefix: str = "k") -> tuple[list[str], list[memoryview]]:
+    keys = [f"{prefix}{at}" for at in range(n)]
+    return keys, [memoryview(content(key, n_bytes)) for key in keys]
+
+
+@pytest.fixture(params=["slab", "mmap"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}://{tmp_path}/store?gb=0.002"
+
+
+async def test_the_file_has_its_length_from_the_start_and_never_another(
+    url: str, tmp_path: Path, workers: Workers
+) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    assert not (tmp_path / "store").exists(), "the length of its slots is not known yet"
+    keys, data = objects(1000)
+    await backend.write(keys[:1], data[:1])
+    file = tmp_path / "store" / NAME
+    status = file.stat()
+    assert status.st_size == Geometry.for_objects(5000, 2_000_000).file_bytes <= 2_000_000
+    assert status.st_blocks * 512 >= status.st_size, "allocated, so that a full disk cannot come in between"
+    assert status.st_mode & 0o777 == 0o600
+    assert list(await backend.write(keys, data)).count(Stored.FAILED) == 0
+    assert file.stat().st_size == status.st_size
+    slots = backend.stats()["slots"]
+    all_keys = backend.keys()
+    listed = [key async for key in all_keys]
+    assert 0.9 * int(slots) < len(listed) <= int(slots)
+    back = room(1000, 5000)
+    found = await backend.read(keys, back)
+    assert {key for key, here in zip(keys, found, strict=True) if here} == set(listed)
+    assert all(buffer == expected for buffer, expected, here in zip(back, data, found, strict=True) if here)
+    await backend.close()
+
+
+async def test_what_is_read_stays_and_what_is_unused_goes(
+    url: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1)
+    monkeypatch.setattr("hicache_actors.backends.slab.backend._now_ms", lambda: next(clock))
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    keys, data = objects(32, prefix="old")
+    await backend.write(keys, data)
+    for at in range(1500):
+        [[key], [buffer]] = objects(1, prefix=f"new{at}-")
+        await backend.write([key], [buffer])
+        if at % 8 == 0:
+            await backend.read(keys[:16], room(16, 5000))
+    assert await backend.exists(keys[:16]) == 16
+    still_there = [await backend.exists([key]) for key in keys[16:]]
+    assert sum(still_there) == 0
+    await backend.close()
+
+
+async def test_two_backends_at_one_store_see_each_other_at_once(url: str, workers: Workers) -> None:
+    first, second = SlabBackend(url, workers), SlabBackend(url, workers)
+    await first.open()
+    await second.open()
+    keys, data = objects(20)
+    assert list(await first.write(keys, data)) == [Stored.WRITTEN] * 20
+    assert await second.exists(keys) == 20
+    assert list(await second.write(keys, data)) == [Stored.PRESENT] * 20
+    assert await second.delete(keys[:5]) == 5
+    assert await first.exists(keys) == 0
+    assert await first.exists(keys[5:]) == 15
+    await first.close()
+    await second.close()
+
+
+async def test_an_object_that_is_larger_than_the_slots_is_refused(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    await backend.write(*objects(1, 5000))
+    keys, data = objects(1, 9000, "large")
+    assert list(await backend.write(keys, data)) == [Stored.FAILED]
+    assert backend.stats()["too_large"] == 1
+    assert list(await backend.write(*objects(1, 100, "small"))) == [Stored.WRITTEN]
+    await backend.close()
+
+
+async def test_a_slot_whose_writer_has_died_is_used_again(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    keys, data = objects(1)
+    await backend.write(keys, data)
+    file = await backend._found_file()
+    assert file is not None
+    dead = struct.pack("<II", WRITING, 12345)
+    for slot in range(file.table.slots):
+        file.mapping[ALIGN + slot * ENTRY_BYTES : ALIGN + slot * ENTRY_BYTES + 8] = dead
+    assert await backend.exists(keys) == 0
+    assert list(await backend.write(keys, data)) == [Stored.WRITTEN]
+    alive = struct.pack("<II", WRITING, file.table._owner)
+    for slot in range(file.table.slots):
+        file.mapping[ALIGN + slot * ENTRY_BYTES : ALIGN + slot * ENTRY_BYTES + 8] = alive
+    assert list(await backend.write(keys, data)) == [Stored.FAILED], "a slot that is being written was taken"
+    assert backend.stats()["set_full"] == 1
+    await backend.close()
+
+
+async def test_an_entry_that_is_damaged_is_no_object(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    keys, data = objects(1)
+    file = None
+    for bit in range(0, 60 * 8, 7):
+        await backend.write(keys, data)
+        file = await backend._found_file()
+        assert file is not None
+        found = file.table.find("k0")
+        assert found is not None
+        at = ALIGN + found.slot * ENTRY_BYTES + bit // 8
+        if 16 <= bit // 8 < 24 or bit // 8 >= 51:
+            continue  # when it was last used; what lies behind a key of two bytes
+        file.mapping[at] ^= 1 << bit % 8
+        back = room(1, 5000)
+        answer = await backend.read(keys, back)
+        assert answer == [False] or back == data
+        await backend.clear()
+    await backend.close()
+
+
+async def test_only_what_was_asked_for_before_is_taken_in(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url + "&admit=second", workers)
+    await backend.open()
+    keys, data = objects(4)
+    assert await backend.exists(keys) == 0
+    for _ in range(3):  # a write that is tried again is still the first time
+        assert list(await backend.write(keys, data)) == [Stored.FAILED] * 4
+    assert backend.stats()["not_admitted"] == 12
+    assert await backend.exists(keys) == 0
+    assert list(await backend.write(keys, data)) == [Stored.WRITTEN] * 4
+    assert await backend.exists(keys) == 4
+    await backend.close()
+
+
+async def test_what_may_be_written_in_a_day_is_counted_over_all_processes(
+    url: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = 20_000 * 86_400.0
+    monkeypatch.setattr("hicache_actors.backends.slab.store_file.time.time", lambda: today)
+    first, second = (SlabBackend(url + "&write_gb_per_day=0.00005", workers) for _ in range(2))
+    await first.open()
+    await second.open()
+    keys, data = objects(12)
+    assert list(await first.write(keys[:6], data[:6])) == [Stored.WRITTEN] * 6
+    assert list(await second.write(keys[:6], data[:6])) == [Stored.PRESENT] * 6, "what is there costs nothing"
+    assert list(await second.write(keys[6:], data[6:])).count(Stored.WRITTEN) == 4
+    assert second.stats()["over_daily_limit"] == 2
+    today += 86_400.0
+    assert list(await first.write(keys, data)).count(Stored.FAILED) == 0
+    await first.close()
+    await second.close()
+
+
+async def test_a_disk_without_room_is_an_error_and_leaves_nothing(tmp_path: Path, workers: Workers) -> None:
+    backend = SlabBackend(f"slab://{tmp_path}/store?gb=100000", workers)
+    await backend.open()
+    with pytest.raises(BackendError, match="bytes are free"):
+        await backend.write(*objects(1))
+    assert not (tmp_path / "store" / NAME).exists()
+    backend = SlabBackend(f"slab://{tmp_path}/store?gb=0.001&min_free_gb=100000", workers)
+    await backend.open()
+    with pytest.raises(BackendError, match="are to be left"):
+        await backend.write(*objects(1))
+
+
+async def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path: Path, workers: Workers) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / NAME).write_bytes(b"somebody's notes" * 1000)
+    with pytest.raises(ConfigError, match="no store that this version can read"):
+        await SlabBackend(f"slab://{folder}?gb=0.001", workers).open()
+    assert (folder / NAME).read_bytes() == b"somebody's notes" * 1000
+
+
+async def test_a_smaller_cap_than_the_store_is_refused(tmp_path: Path, workers: Workers) -> None:
+    backend = SlabBackend(f"slab://{tmp_path}?gb=0.002", workers)
+    await backend.open()
+    await backend.write(*objects(1))
+    await backend.close()
+    with pytest.raises(ConfigError, match="raise gb"):
+        await SlabBackend(f"slab://{tmp_path}?gb=0.001", workers).open()
+
+
+async def test_a_file_of_which_a_piece_is_missing_is_a_counted_error(tmp_path: Path, workers: Workers) -> None:
+    backend = SlabBackend(f"slab://{tmp_path}/store?gb=0.002", workers)
+    await backend.open()
+    keys, data = objects(64)
+    await backend.write(keys, data)
+    file = await backend._found_file()
+    assert file is not None
+    os.truncate(tmp_path / "store" / NAME, file.geometry.data_at)
+    with pytest.raises(BackendError, match="read"):
+        await backend.read(keys, room(64, 5000))
+    assert backend.stats()["failed"] == 1
+    await backend.close()
+
+
+def test_a_set_has_as_many_slots_as_the_file_has_room_for() -> None:
+    for cap_bytes in (100_000, 1_000_000, 50_000_000):
+        geometry = Geometry.for_objects(5000, cap_bytes)
+        assert geometry.file_bytes <= cap_bytes
+        assert geometry.slots < WAYS or geometry.slots % WAYS == 0
+        assert cap_bytes - geometry.file_bytes < WAYS * (geometry.slot_bytes + ENTRY_BYTES) + 2 * ALIGN
+    assert Geometry.for_objects(5000, 5000).slots == 0
+
+
+def test_a_doorkeeper_forgets_the_oldest() -> None:
+    door = Doorkeeper(max_keys=4)
+    door.ask(["a", "b"])
+    door.ask(["a", "b"])
+    assert door.admits("a")
+    door.ask(["c", "d", "e", "f"])
+    assert not door.admits("a")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("slab://", "names no folder"),
+        ("slab:///folder", "how large"),
+        ("slab:///folder?gb=0", "leaves no room"),
+        ("slab:///folder?gb=x", "gb='x'"),
+        ("slab:///folder?gb=1&admit=third", "admit"),
+        ("slab://host/folder?gb=1", "names a host"),
+        ("shm://?gb=1", "no name"),
+        ("shm://..?gb=1", "no name"),
+        ("shm://a/b?gb=1", "path"),
+        ("mmap:///f?gb=1&direct=0", "unknown option"),
+    ],
+)
+def test_urls_that_cannot_be_honoured(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SlabOptions.parse(url)
