@@ -65,6 +65,10 @@ class Backend(ABC):
         Where False, the buffer's content is undefined.
         """
 
+    async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
+        """`read` that counts as no use, so that eviction takes no notice: for who looks after the objects.  Default: `read`."""
+        return await self.read(keys, buffers)
+
     async def read_checked(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
     ) -> Sequence[Verdict | None]:

@@ -106,6 +106,15 @@ class FileBackend(Backend):
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         return (await self._read(keys, buffers, None))[0]
 
+    async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        read = partial(self._folder.read_many, touch=False)
+        lengths, identities, error, _ = await self._workers.run(read, keys, buffers)
+        found = [length >= 0 for length in lengths]
+        self._remember(identities)
+        self._count_torn(lengths.count(TORN))
+        self._note("read", lengths.count(FAILED), error, fatal=not any(found))
+        return found
+
     async def read_checked(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
     ) -> list[Verdict | None]:

@@ -100,9 +100,17 @@ class Folder:
         """Length of the leading run of ``keys`` that are there."""
         return count_leading([self._find(key)[1] for key in keys])
 
-    def read_many(self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None = None) -> Found:
+    def read_many(
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[memoryview],
+        expected: Expected | None = None,
+        *,
+        touch: bool = True,
+    ) -> Found:
+        """Without ``touch`` it counts as no use."""
         with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
-            return self._read_all(keys, buffers, expected)
+            return self._read_all(keys, buffers, expected, time.time() - TOUCH_AFTER_S if touch else 0.0)
 
     def write_many(
         self,
@@ -225,13 +233,19 @@ class Folder:
         row = row_of(name)
         return row, b"%s/%s.kv" % (self._shards[row], name)
 
-    def _read_all(self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None) -> Found:
+    def _read_all(
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[memoryview],
+        expected: Expected | None,
+        touch_before_s: float,
+    ) -> Found:
         lengths: list[int] = []
         identities: dict[str, Identity] = {}
         last_error: OSError | None = None
         paths = [self._find(key)[1] for key in keys]
         verdicts: list[Verdict | None] = []
-        reads = read_files(paths, buffers, time.time() - TOUCH_AFTER_S, expected)
+        reads = read_files(paths, buffers, touch_before_s, expected)
         for key, (length, identity, error, verdict) in zip(keys, reads, strict=True):
             if length == TORN:
                 try:

@@ -48,6 +48,9 @@ class Wrapper(Backend):
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Stored]:
         return await self.inner.write(keys, buffers)
 
+    async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[bool]:
+        return await self.inner.peek(keys, buffers)
+
     async def delete(self, keys: Sequence[str]) -> int:
         return await self.inner.delete(keys)
 

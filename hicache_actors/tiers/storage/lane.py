@@ -55,6 +55,11 @@ class Lane:
         return self.shut or (self._staging is not None and not self._staging.could_take(call.pages))
 
     @property
+    def idle(self) -> bool:
+        """Nobody waits, and nothing runs or hangs."""
+        return not (self._queue or self._running or self._hung)
+
+    @property
     def waiting(self) -> bool:
         return bool(self._queue)
 

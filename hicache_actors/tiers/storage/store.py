@@ -66,6 +66,10 @@ class Store:
         self._host, self._staging, self._workers, self._note = host, staging, workers, note
         self._page_bytes = host.memory.layout.object_bytes
         self._has_headers = host.memory.layout.header_bytes > 0
+        spans = host.memory.layout.object_layout.chunk_spans if self._has_headers else ()
+        self.chunk_bytes = tuple(
+            end - start for start, end in spans
+        )  #: of a page's objects; empty if they are not verified
         self._checksums = sampling(config)
         self._log = log.bind(url=source.url)
         self._quiet = asyncio.Event()
@@ -281,12 +285,13 @@ class Store:
         good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), len(verdicts))
         for key, verdict in zip(keys, verdicts, strict=False):
             if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
-                self._quarantine(key)
+                self.quarantine(key)
             elif verdict is Verdict.FOREIGN:
                 self._note(Counted("foreign_pages", 1))
         return good // len(self.keys.chunks)
 
-    def _quarantine(self, key: str) -> None:
+    def quarantine(self, key: str) -> None:
+        """Take a bad object out of sight, if the backend can."""
         self._log.warning("object_quarantined", key=key)
         self._note(Counted("corrupt_pages", 1))
 

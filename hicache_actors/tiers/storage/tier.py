@@ -15,6 +15,7 @@ from hicache_actors.errors import ConfigError, HiCacheError
 from hicache_actors.memory.staging import staging_size
 from hicache_actors.runtime import Actor, Workers, WorkersSnapshot, handles
 from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.storage.scrub import Scrubber
 from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.store import OpenedLate, Source, Store
 from hicache_actors.tiers.storage.words import (
@@ -129,6 +130,11 @@ class StorageTier(Actor):
             self.log.info("storage_shared_with", url=self.store.url, who=self.store.keys.shared_with())
             if self._config.probe_keys and self.store.keys.leads:
                 self.store.look_around(self._config.probe_keys)
+
+    def scrubber(self) -> Scrubber | None:
+        """To be run as long as the cache is open; None if none is wanted."""
+        budget = self._config.scrub_mb_s * 1e6
+        return Scrubber(lambda: self.store, budget, self._workers, self._note) if budget else None
 
     def use_weights(self, weights: str) -> None:
         """Core has decided: from here on jobs are about pages of a model with these weights, at whatever store."""
