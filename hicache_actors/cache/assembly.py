@@ -77,7 +77,7 @@ class Parts:
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
-        self._sampler: Job | None = None
+        self._watchers: list[Job] = []
         self._listener: Listener | None = None
         self.workers = Workers("hash", 2)
         self.forward_workers = Workers("forward", 4, max_lost=None)
@@ -114,19 +114,21 @@ class Parts:
         await self.system.open()
         await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
-            self._sampler = self.system.spawn("loop_lag", self.loop_lag.run)
+            self._watchers.append(self.system.spawn("loop_lag", self.loop_lag.run))
         self._listener = self.device.listen()
         if self.disabled is not None:
             self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
         self.storage_tier.greet()
+        if (scrubber := self.storage_tier.scrubber()) is not None:
+            self._watchers.append(self.system.spawn("scrub", scrubber.run))
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
         limit_s = self.config.close_timeout_s
         self.events.close()
-        if self._sampler is not None:
-            self._sampler.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         left: list[str] = [*await self.system.close()]
         left += await self.storage_tier.close(limit_s)
         if not await self._close_device(limit_s):
