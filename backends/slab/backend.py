@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.objects import Expected, Verdict, seal_many
 from hicache_actors.backends.slab import store_file
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
 from hicache_actors.backends.slab.medium import Direct, Mapped, Medium, Piece
@@ -40,6 +41,7 @@ class SlabBackend(Backend):
     """
 
     scope = "host"
+    checks = True
 
     def __init__(self, url: str, workers: Workers) -> None:
         self.url = url
@@ -75,12 +77,31 @@ class SlabBackend(Backend):
         return leading
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        return [found for found, _ in await self._read(keys, buffers, None)]
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Verdict | None]:
+        return [verdict if found else None for found, verdict in await self._read(keys, buffers, expected)]
+
+    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
+        return await self._write(keys, buffers, None)
+
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Stored]:
+        return await self._write(keys, buffers, expected)
+
+    async def _read(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> list[tuple[bool, Verdict | None]]:
+        """-> whether each was found, and what it is if something is expected."""
         file, medium = await self._found_file(), self._medium
         if file is None or medium is None:
             self._counts["misses"] += len(keys)
-            return [False] * len(keys)
+            return [(False, None)] * len(keys)
 
-        def read(part: range) -> list[bool]:
+        def read(part: range) -> list[tuple[bool, Verdict | None]]:
             found = [file.table.find(keys[at]) for at in part]
             here = [
                 (at, slot)
@@ -88,20 +109,26 @@ class SlabBackend(Backend):
                 if slot is not None and slot.length == len(buffers[at])
             ]
             medium.read([Piece(slot.slot, buffers[at]) for at, slot in here])
-            now_ms = _now_ms()
+            verdicts: Sequence[Verdict | None] = [None] * len(part)
+            if expected is not None and here:
+                verdicts = _of(expected, part).verify(buffers[part.start : part.stop])
             answers = [False] * len(part)
+            now_ms = _now_ms()
             for at, slot in here:
-                if file.table.unchanged(slot):
+                if file.table.unchanged(slot):  # else somebody has written into the slot meanwhile
                     file.table.touch(slot, now_ms)
                     answers[at - part.start] = True
-            return answers
+            return list(zip(answers, verdicts, strict=True))
 
-        answers = await self._in_parts("read", len(keys), read)
-        self._counts["hits"] += sum(answers)
-        self._counts["misses"] += len(answers) - sum(answers)
+        answers = await self._in_parts("read", len(keys), read, expected)
+        hits = sum(found for found, _ in answers)
+        self._counts["hits"] += hits
+        self._counts["misses"] += len(answers) - hits
         return answers
 
-    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
+    async def _write(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> list[Stored]:
         if not keys:
             return []
         file = await self._made_file(max(map(len, buffers)))
@@ -110,8 +137,9 @@ class SlabBackend(Backend):
 
         def write(part: range) -> list[Stored]:
             outcomes = []
-            for start in range(part.start, part.stop, _CLAIMED_AT_ONCE):
-                outcomes += write_some(range(start, min(start + _CLAIMED_AT_ONCE, part.stop)))
+            step = _whole_pages(_CLAIMED_AT_ONCE, expected)
+            for start in range(part.start, part.stop, step):
+                outcomes += write_some(range(start, min(start + step, part.stop)))
             return outcomes
 
         def write_some(part: range) -> list[Stored]:
@@ -127,6 +155,8 @@ class SlabBackend(Backend):
                         claims.append((at, claim))
                     else:
                         self._counts[refusal or "set_full"] += 1
+                if claims and expected is not None:
+                    seal_many(buffers[part.start : part.stop], *_of(expected, part)[:3])
                 medium.write([Piece(claim.slot, buffers[at]) for at, claim in claims])
             except BaseException:
                 for _, claim in claims:
@@ -138,7 +168,7 @@ class SlabBackend(Backend):
                 outcomes[at - part.start] = Stored.WRITTEN if stays else Stored.PRESENT
             return outcomes
 
-        outcomes = await self._in_parts("write", len(keys), write)
+        outcomes = await self._in_parts("write", len(keys), write, expected)
         self._counts["written"] += outcomes.count(Stored.WRITTEN)
         self._counts["present"] += outcomes.count(Stored.PRESENT)
         return outcomes
@@ -223,10 +253,12 @@ class SlabBackend(Backend):
         if file is not None:
             self._file, self._medium = file, Mapped(file) if self._maps else Direct(file)
 
-    async def _in_parts(self, what: str, n: int, work: Callable[[range], list[T]]) -> list[T]:
+    async def _in_parts(
+        self, what: str, n: int, work: Callable[[range], list[T]], expected: Expected | None
+    ) -> list[T]:
         """``work`` on ``n`` objects, in a few threads -> its answers, in order; raises `BackendError` when all have ended."""
-        parts = max(1, min(THREADS, n))
-        cuts = [range(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
+        step = _whole_pages(-(-n // THREADS), expected)
+        cuts = [range(start, min(start + step, n)) for start in range(0, n, step)]
         answers = await asyncio.gather(*(self._workers.run(work, cut) for cut in cuts), return_exceptions=True)
         flat: list[T] = []
         for answer in answers:
@@ -244,6 +276,18 @@ class SlabBackend(Backend):
             self._counts["failed"] += 1
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise BackendError(f"{self.url}: {what}: {reason}") from error
+
+
+def _whole_pages(n_objects: int, expected: Expected | None) -> int:
+    """So many, or a few more: the objects of a page are judged together."""
+    per_page = 1 if expected is None else len(expected.chunks)
+    return max(1, -(-n_objects // per_page)) * per_page
+
+
+def _of(expected: Expected, part: range) -> Expected:
+    """What is expected of a part, which has whole pages."""
+    per_page = len(expected.chunks)
+    return expected._replace(page_hashes=expected.page_hashes[part.start // per_page : -(-part.stop // per_page)])
 
 
 def _now_ms() -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import ALIGN
+from hicache_actors.cuda_ext.native import slots as native
 
 _UNALIGNED: Final = (errno.EINVAL,)
 
@@ -40,15 +41,25 @@ class Mapped:
 
     def __init__(self, file: StoreFile) -> None:
         assert file.slots is not None
-        self._slots = np.frombuffer(file.slots, dtype=np.uint8).reshape(file.geometry.slots, file.geometry.slot_bytes)
+        self._slots, self._slot_bytes = file.slots, file.geometry.slot_bytes
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        for slot, buffer in pieces:
-            np.copyto(np.frombuffer(buffer, dtype=np.uint8), self._slots[slot, : len(buffer)])
+        self._copy([buffer for _, buffer in pieces], [self._part(piece) for piece in pieces])
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        for slot, buffer in pieces:
-            np.copyto(self._slots[slot, : len(buffer)], np.frombuffer(buffer, dtype=np.uint8))
+        self._copy([self._part(piece) for piece in pieces], [buffer for _, buffer in pieces])
+
+    def _copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+        library = native.slots()
+        if library is not None:
+            library.copy(targets, sources)
+            return
+        for target, source in zip(targets, sources, strict=True):
+            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+    def _part(self, piece: Piece) -> memoryview:
+        start = piece.slot * self._slot_bytes
+        return self._slots[start : start + len(piece.buffer)]
 
     def close(self) -> None:
         pass
@@ -67,21 +78,22 @@ class Direct:
         self.name = "buffered" if self._direct is None else "direct"
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        for slot, buffer in pieces:
-            at, done = self._at(slot), 0
-            fd = self._fd(buffer)
-            while done < len(buffer):
-                n = os.preadv(fd, [buffer[done:]], at + done)
-                if n == 0:
-                    raise OSError(errno.EIO, "the file is shorter than its head says")
-                done += n
+        self._move(pieces, writes=False)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        for slot, buffer in pieces:
-            at, done = self._at(slot), 0
-            fd = self._fd(buffer)
-            while done < len(buffer):
-                done += os.pwritev(fd, [buffer[done:]], at + done)
+        self._move(pieces, writes=True)
+
+    def _move(self, pieces: Sequence[Piece], *, writes: bool) -> None:
+        by_fd: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_fd.setdefault(self._fd(piece.buffer), []).append(piece)
+        for fd, group in by_fd.items():
+            buffers, offsets = [piece.buffer for piece in group], [self._at(piece.slot) for piece in group]
+            library = native.slots()
+            if library is not None:
+                library.move(fd, buffers, offsets, writes=writes)
+            else:
+                _move_one_by_one(fd, buffers, offsets, writes)
 
     def close(self) -> None:
         if self._direct is not None:
@@ -94,6 +106,16 @@ class Direct:
         if self._direct is None or len(buffer) % ALIGN or _address(buffer) % ALIGN:
             return self._buffered
         return self._direct
+
+
+def _move_one_by_one(fd: int, buffers: Sequence[memoryview], offsets: Sequence[int], writes: bool) -> None:
+    for buffer, at in zip(buffers, offsets, strict=True):
+        done = 0
+        while done < len(buffer):
+            n = os.pwritev(fd, [buffer[done:]], at + done) if writes else os.preadv(fd, [buffer[done:]], at + done)
+            if n == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file is shorter than its head says
+            done += n
 
 
 def _open_direct(path: str) -> int | None:

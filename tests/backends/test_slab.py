@@ -16,6 +16,7 @@ from hicache_actors.backends.slab import SlabBackend, SlabOptions
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
 from hicache_actors.backends.slab.store_file import NAME, Geometry
 from hicache_actors.backends.slab.table import ALIGN, ENTRY_BYTES, WAYS, WRITING
+from hicache_actors.cuda_ext.native import slots as native
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract, content, room
@@ -78,9 +79,23 @@ class TestSlab(_Contract):
         return f"slab://{folder}/store?gb=0.008"
 
 
+class TestSlabInPython(TestSlab):
+    """Without the native library."""
+
+    @pytest.fixture(autouse=True)
+    def _python(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "slots", lambda: None)
+
+
 class TestMmap(_Contract):
     def url_of(self, folder: Path) -> str:
         return f"mmap://{folder}/store?gb=0.008"
+
+
+class TestMmapInPython(TestMmap):
+    @pytest.fixture(autouse=True)
+    def _python(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "slots", lambda: None)
 
 
 class TestShm(_Contract):
@@ -91,6 +106,10 @@ class TestShm(_Contract):
 def objects(n: int, n_bytes: int = 5000, prefix: str = "k") -> tuple[list[str], list[memoryview]]:
     keys = [f"{prefix}{at}" for at in range(n)]
     return keys, [memoryview(content(key, n_bytes)) for key in keys]
+
+
+def test_each_way_of_moving_bytes_is_tried_where_there_is_a_compiler() -> None:
+    assert native.slots() is not None or shutil.which("g++") is None
 
 
 @pytest.fixture(params=["slab", "mmap"])
