@@ -24,13 +24,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` (any device, any strides) as integers of its elements' width, over the same memory: they keep every bit."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
 def raw_view(tensor: torch.Tensor) -> Raw:
     """``tensor`` (CPU, any strides) as a numpy array over the same memory.
 
     Copies go through it: numpy has no bfloat16 or float8, integers keep every bit, and numpy's indexing lets the GIL go and
     starts no OpenMP team in the copy thread, where torch's would compete with the forward pass for cores.
     """
-    array: Raw = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    array: Raw = integers(tensor).numpy()
     return array
 
 

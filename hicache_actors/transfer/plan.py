@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -83,7 +83,8 @@ class CopyPlan:
 class CopyWork:
     """`Work` of a device: executed on any thread, once or again; it moves bytes and touches nothing else.
 
-    A device with native code of its own executes `affine`; any other calls `run`.
+    A device with native code of its own executes `affine`, one that computes with torch copies `pages` of `tensors`; any other
+    calls `run`.
     """
 
     __slots__ = ("_cuts", "_layers", "_source", "_source_slots", "_target", "_target_slots", "nbytes")
@@ -110,6 +111,23 @@ class CopyWork:
             for source, target in zip(self._source.raw(layer), self._target.raw(layer), strict=True):
                 for source_index, target_index in moves:
                     target[target_index] = source[source_index]
+
+    @property
+    def to_host(self) -> bool:
+        """A write-back; else a load."""
+        return self._target.geometry.place == "host"
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(source, target) [pages, page_size, heads, head_dim] of every part of every layer, in layer order."""
+        for layer in self._layers:
+            yield from zip(self._source.layer(layer), self._target.layer(layer), strict=True)
+
+    def pages(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page ids in the source's tensors, and in the target's, in the order of the copy."""
+        start, stop = (self._cuts[0].start, self._cuts[-1].stop) if self._cuts else (0, 0)
+        ids = (np.frombuffer(slots, dtype=np.uint32)[start:stop] for slots in (self._source_slots, self._target_slots))
+        source, target = (each.astype(np.int64) for each in ids)
+        return source, target
 
     def affine(self) -> AffineCopy:
         """The same as loops over addresses.  It keeps the memory of both sides mapped, also after they have been closed.

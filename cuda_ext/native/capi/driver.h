@@ -71,7 +71,8 @@ HIC_API int hic_cuda_submit(struct hic_cuda_stream *stream, const struct hic_pla
 /* What is submitted from now on runs after a mark of any stream, or after an engine's own CUevent. */
 HIC_API int hic_cuda_order(struct hic_cuda_stream *stream, struct hic_cuda_mark *mark);
 HIC_API int hic_cuda_order_event(struct hic_cuda_stream *stream, uint64_t event);
-/* The same for an engine's own CUstream.  HIC_INVALID while it is being captured in a graph, which would bake this wait in. */
+/* The same for an engine's own CUstream.  HIC_INVALID while it is being captured in a graph, which would bake this wait in;
+ * without a mark that is all that is looked at. */
 HIC_API int hic_cuda_order_foreign(struct hic_cuda *device, uint64_t stream, struct hic_cuda_mark *mark);
 
 /* 1 if it has ended, 0 if not, HIC_CUDA_LOST. */

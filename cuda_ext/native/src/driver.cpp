@@ -322,7 +322,7 @@ int hic_cuda_order_foreign(hic_cuda* device, uint64_t stream, hic_cuda_mark* mar
   int capturing = 0;
   HIC_TRY(device, cuStreamIsCapturing, (handle, &capturing));
   if (capturing != 0) return fail(HIC_INVALID, "the stream is being captured in a graph");
-  HIC_TRY(device, cuStreamWaitEvent, (handle, mark->event, 0));
+  if (mark != nullptr) HIC_TRY(device, cuStreamWaitEvent, (handle, mark->event, 0));
   return HIC_OK;
 }
 

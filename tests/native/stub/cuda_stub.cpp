@@ -30,16 +30,12 @@ struct Stream {
   int priority = 0;
   std::thread thread;
 };
-struct Range {
-  uint64_t end;
-  bool host;
-};
 
 std::mutex lock;
 std::condition_variable changed;
 std::map<std::string, std::pair<int, int>> faults;  // call -> (calls until it fails, result)
 std::map<std::string, int64_t> calls, live;
-std::map<uint64_t, Range> ranges;
+std::map<uint64_t, uint64_t> ranges;  // begin -> end of all that a GPU could reach
 std::map<void*, const char*> functions;
 std::vector<Stream*> streams;
 int version = 13000, dead = 0, shift = 0;
@@ -85,12 +81,11 @@ void put(Stream* stream, std::function<void()> work) {
   changed.notify_all();
 }
 
-// The range that holds all of it, or none.
-const Range* range_of(uint64_t begin, uint64_t bytes) {
-  auto after = ranges.upper_bound(begin);
-  if (after == ranges.begin()) return nullptr;
-  --after;
-  return begin + bytes <= after->second.end ? &after->second : nullptr;
+// Whether one range holds all of it: no copy crosses the border of two registrations.
+bool reachable(uint64_t begin, uint64_t bytes) {
+  for (auto range = ranges.begin(); range != ranges.end() && range->first <= begin; ++range)
+    if (begin + bytes <= range->second) return true;
+  return false;
 }
 
 void kill(int result) {
@@ -100,7 +95,7 @@ void kill(int result) {
 }
 
 Result enqueue_copy(Stream* stream, Address target, Address source, size_t bytes, bool any_order) {
-  if (range_of(target, bytes) == nullptr || range_of(source, bytes) == nullptr) return 1;
+  if (!reachable(target, bytes) || !reachable(source, bytes)) return 1;
   void* to = reinterpret_cast<void*>(target);
   if (any_order) {
     std::vector<char> early(reinterpret_cast<const char*>(source), reinterpret_cast<const char*>(source) + bytes);
@@ -150,13 +145,12 @@ void launch(const hic_inline_plan<PAGES>& inlined, uint32_t blocks, uint32_t blo
       const bool aligned = (at.source | at.target) % inlined.plan.unit_bytes == 0;
       const uint64_t bytes = inlined.plan.run_bytes;
       if (!aligned) return kill(716);
-      if (range_of(at.source, bytes) == nullptr || range_of(at.target, bytes) == nullptr) return kill(700);
+      if (!reachable(at.source, bytes) || !reachable(at.target, bytes)) return kill(700);
     }
   }
-  const uint32_t workers = block_threads / lanes;
   for (uint32_t block = 0; block < blocks; ++block)
     for (uint32_t thread = 0; thread < block_threads; ++thread)
-      hic_lane(inlined.plan, tables, hic_memory(), block * workers + thread / lanes, blocks * workers, thread % lanes, lanes);
+      hic_thread(inlined.plan, tables, hic_memory(), block, blocks, thread, block_threads, lanes);
 }
 
 }  // namespace
@@ -190,7 +184,12 @@ CU int64_t stub_live(const char* kind) {
 }
 CU void stub_device_memory(uint64_t address, uint64_t bytes) {
   const std::lock_guard<std::mutex> hold(lock);
-  ranges[address] = {address + bytes, false};
+  ranges[address] = address + bytes;
+}
+// All memory is the device's, for tests that look at other things.
+CU void stub_everywhere() {
+  const std::lock_guard<std::mutex> hold(lock);
+  ranges[0] = UINT64_MAX;
 }
 // Host memory has addresses of its own on the device, as on some systems.
 CU void stub_shift(int on) {
@@ -386,7 +385,7 @@ CU Result cuMemAlloc_v2(Address* out, size_t bytes) {
   BEGIN("cuMemAlloc");
   if (unsafe_now()) return 906;
   *out = reinterpret_cast<Address>(aligned_alloc(256, (bytes + 255) / 256 * 256));
-  ranges[*out] = {*out + bytes, false};
+  ranges[*out] = *out + bytes;
   ++live["memory"];
   return 0;
 }
@@ -401,9 +400,10 @@ CU Result cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
   BEGIN("cuMemHostRegister");
   if (flags != 3) return 1;
   const uint64_t begin = reinterpret_cast<uint64_t>(address);
-  for (const auto& [other, range] : ranges)
-    if (begin < range.end && other < begin + bytes) return 712;
-  ranges[begin] = {begin + bytes, true};
+  if (ranges.count(0) == 0)
+    for (const auto& [other, end] : ranges)
+      if (begin < end && other < begin + bytes) return 712;
+  ranges[begin] = begin + bytes;
   ++live["registration"];
   return 0;
 }

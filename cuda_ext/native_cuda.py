@@ -1,0 +1,373 @@
+"""The CUDA device of the native library: whole operations in one call of native code, ended by the GPU without Python.
+
+Each stream is a thread that submits, so that the loop never waits for a lock of the driver.  Layers of a load are ends of their
+own: streams of the engine wait for them on the GPU, threads in native code.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import structlog
+
+from hicache_actors.cuda_ext.controls import Counts, Kind
+from hicache_actors.cuda_ext.device import Event, Work
+from hicache_actors.cuda_ext.foreign import CAPTURED, SUBMITTED_S, event_handle, stream_handle
+from hicache_actors.cuda_ext.native.copies import plans
+from hicache_actors.cuda_ext.native.driver import Engine, How, LostError, Mark, Notice, RawCuda, RawCudaStream
+from hicache_actors.cuda_ext.native.images import image
+from hicache_actors.cuda_ext.native.teller import DeviceTeller
+from hicache_actors.cuda_ext.native.tickets import NativeTicket
+from hicache_actors.cuda_ext.registration import Registrations
+from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
+from hicache_actors.errors import TransferError, UsageError
+from hicache_actors.transfer.affine import AffineCopy, Loops
+from hicache_actors.transfer.completions import Completion, End
+from hicache_actors.transfer.plan import CopyWork
+from hicache_actors.transfer.waits import LayerWaits
+
+log = structlog.get_logger(__name__)
+
+SHORT_RUN_BYTES: Final = 28 * 1024
+"""Below, descriptors of the copy engines cost more than their bytes: others measured 5 to 7 GB/s there, and 28 and more above."""
+
+Choose = Callable[[AffineCopy], Engine]
+
+
+class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
+    """KV tensors on one GPU.  Every method may be called from any thread; `close` and `register` block."""
+
+    kind: Kind = "cuda"
+
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        engine: Engine | None = None,
+        notice: Notice = "host_function",
+        path: str | None = None,
+        kernel: Callable[[int, int], tuple[bytes, str]] = image,
+        watch_s: float = 1.0,
+    ) -> None:
+        """``engine``: for all copies; None: by direction, length and number of runs.  ``notice``: who tells of the end of an
+        operation.  ``path``: of libcuda.  ``kernel``: machine code for a compute capability, and where it comes from.
+
+        Raises `TransferError` where there is no driver or no such GPU, and where the engine asked for needs a kernel that there
+        is none of; `RuntimeError` where the native library is not in use.
+        """
+        super().__init__(f"cuda:{index}")
+        self.raw = RawCuda(index, path)
+        self.engine, self.notice = engine, notice
+        facts = self.raw.facts()
+        self.gpu: str = facts.name.decode()
+        try:
+            code, self.kernel = kernel(facts.major, facts.minor)
+            self.raw.load_kernel(code)
+            self.has_kernel = True
+        except TransferError as error:
+            self.kernel, self.has_kernel = f"none: {error}", False
+            if engine in ("kernel", "staged"):
+                self.raw.close()
+                raise
+            log.warning("no_copy_kernel", device=self.name, reason=str(error))
+        self.implementation = f"native, driver {facts.driver_version}, kernel {self.kernel}"
+        self.registrations = Registrations(self.raw.register, self.raw.unregister)
+        device = weakref.ref(self)
+        self.teller = DeviceTeller(
+            self.name, functools.partial(_look_after, device), functools.partial(_broken_event, device), watch_s
+        )
+        weakref.finalize(self, self.teller.close, 0.0)
+
+    @property
+    def lost(self) -> BaseException | None:
+        if self._lost is None:
+            try:
+                self.raw.check()
+            except LostError as error:
+                self.lose(error)
+        return self._lost
+
+    def make_end(self) -> CudaEnd:
+        return CudaEnd(self)
+
+    def register(self, address: int, nbytes: int, *, step_bytes: int) -> None:
+        self.registrations.add(address, nbytes, step_bytes)
+
+    def unregister(self, address: int) -> None:
+        self.registrations.remove(address)
+
+    def close(self, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        in_time = super().close(timeout_s)
+        streams = list(self._streams.values())
+        if in_time and not self._gone:
+            # What did not end in time stays as it is: the GPU may still write through it.
+            let_go = [stream.let_go() for stream in streams]
+            self._gone = all(let_go) and self.raw.close()
+        self.teller.close(max(0.0, end_s - time.monotonic()))
+        return in_time
+
+    _gone = False
+
+    def choose(self, copy: AffineCopy) -> Engine:
+        """By which engine a copy goes."""
+        if self.engine is not None:
+            return self.engine
+        if not self.has_kernel or copy.run_bytes >= SHORT_RUN_BYTES:
+            return "direct"
+        if not copy.to_host:
+            return "kernel"
+        # Never the kernel: stores of the SMs to the host, beside attention kernels, have ended in illegal accesses elsewhere.
+        return "staged" if len(copy.loops) == 1 and whole_pages(copy.loops[0]) else "direct"
+
+    def look_after(self) -> bool:
+        """For the teller: whether work is open."""
+        if self.lost is not None:
+            return False
+        with self._lock:
+            streams = list(self._streams.values())
+        return any(stream.busy for stream in streams)
+
+    def _make_stream(self, name: str) -> NativeCudaStream:
+        stream = NativeCudaStream(name, self)
+        if self._lost is not None:
+            stream.drop(self._lost)
+        return stream
+
+
+@functools.lru_cache(maxsize=256)
+def whole_pages(loops: Loops) -> bool:
+    """Whether the loops fill a page's stretch of the host without a gap: then it can be gathered first and copied as one."""
+    targets = loops.pieces[:, 1].astype(np.int64)
+    affine = [level for level in loops.levels if level.kind == "affine"]
+    if any(level.target_stride < 0 for level in affine):
+        return False
+    span = int(targets.max() - targets.min()) + loops.run_bytes
+    span += sum(level.target_stride * (level.extent - 1) for level in affine)
+    return span == loops.run_bytes * len(targets) * int(np.prod([level.extent for level in affine], dtype=np.int64))
+
+
+class CudaEnd(NativeTicket):
+    """A native ticket that streams of the GPU can wait for: ours and the engine's."""
+
+    __slots__ = ("_device", "_lock", "_mark", "submitted")
+
+    def __init__(self, device: NativeCudaDevice) -> None:
+        super().__init__(device.teller, why=functools.partial(_why, weakref.ref(device)))
+        self._device = weakref.ref(device)
+        self._lock = threading.Lock()
+        self._mark: Mark | None = None
+        self.submitted = Completion()  #: when it can be waited for on the GPU, or has ended without
+
+    def finish(self, error: BaseException | None = None) -> bool:
+        first = super().finish(error)
+        self.submitted.finish()
+        return first
+
+    def set_mark(self, mark: Mark) -> None:
+        with self._lock:
+            self._mark = mark
+        self.submitted.finish()
+
+    def drop_mark(self) -> None:
+        """Once it has ended: whoever would wait need not any more."""
+        with self._lock:
+            mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.free()
+
+    def order(self, stream: object) -> None:
+        """See `OrdersStreams`."""
+        device = self._device()
+        if device is None:
+            return
+        handle = stream_handle(stream)
+        try:
+            device.raw.order_foreign(handle, None)
+            if not self.submitted.wait(SUBMITTED_S):
+                raise TransferError(f"the copy was not submitted within {SUBMITTED_S} s")
+            with self._lock:
+                if self._mark is not None:
+                    device.raw.order_foreign(handle, self._mark)
+        except UsageError as error:
+            raise UsageError(CAPTURED) from error
+
+    def order_ours(self, stream: RawCudaStream) -> None:
+        with self._lock:
+            if self._mark is not None:
+                stream.order(self._mark)
+
+
+class _Layers:
+    """A load: one piece of work a layer, and the end of each."""
+
+    def __init__(self, works: Sequence[Work], ends: Sequence[CudaEnd]) -> None:
+        self.works, self.ends = works, ends
+        self.nbytes = sum(work.nbytes for work in works)
+
+    def run(self) -> None:
+        raise AssertionError("a stream takes layers one by one")
+
+    def fail(self, error: BaseException) -> None:
+        for end in self.ends:
+            end.finish(error)
+
+
+class NativeCudaStream(WorkerStream):
+    """Two streams: a thread that submits, and one of the driver, made by the first submission."""
+
+    _device: NativeCudaDevice
+
+    def __init__(self, name: str, device: NativeCudaDevice) -> None:
+        super().__init__(name, device)
+        self._raw: RawCudaStream | None = None
+
+    @property
+    def busy(self) -> bool:
+        with self._changed:
+            return bool(self._open or self._queue)
+
+    def submit_layers(self, works: Sequence[Work], waits: LayerWaits, hold: Callable[[End], None]) -> End:
+        ends = [waits.end(layer) for layer in range(len(works))]
+        own = [end for end in ends if isinstance(end, CudaEnd)]
+        layers = _Layers(works, own if len(own) == len(ends) else [self._device.make_end() for _ in works])
+        whole = self.submit(layers)
+        hold(whole)
+        if layers.ends is not own:
+            for layer, end in enumerate(layers.ends):
+                waits.follow(layer, end)
+        return whole
+
+    def drop(self, error: BaseException) -> None:
+        with self._changed:
+            works = [*self._open.values(), *(work for _, work, _ in self._queue)]
+        super().drop(error)
+        for work in works:
+            if isinstance(work, _Layers):
+                work.fail(error)
+
+    def counts(self) -> Counts:
+        with self._changed:
+            ended = [end for end in self._open if end.query()]
+        for end in ended:  # the teller will come to them, later than those who waited
+            self._end(end, end.error)
+        return super().counts()
+
+    def let_go(self) -> bool:
+        """Give the driver's stream back, once all has ended -> whether it could be."""
+        return self._raw is None or self._raw.close()
+
+    # -- the worker thread -----------------------------------------------------------------------------------------------
+
+    def _make_ticket(self) -> CudaEnd:
+        return self._device.make_end()
+
+    def _run(self, work: Work, ticket: End) -> None:
+        assert isinstance(ticket, CudaEnd)
+        if isinstance(work, _Layers):
+            self._run_layers(work, ticket)
+        else:
+            self._do(work, ticket, self._device.notice)
+            ticket.add_callback(functools.partial(self._ended, ticket, [ticket]))
+
+    def _record(self, ticket: End) -> None:
+        assert isinstance(ticket, CudaEnd)
+        self._mark(ticket, self._device.notice)
+        ticket.add_callback(functools.partial(self._ended, ticket, [ticket]))
+
+    def _order_after(self, event: Event) -> bool:
+        if isinstance(event, CudaEnd):
+            self._await_event(event.submitted)
+            event.order_ours(self._driver_stream())
+            return True
+        handle = event_handle(event)
+        if handle is None:
+            return False
+        self._driver_stream().order_event(handle)
+        return True
+
+    def _run_layers(self, layers: _Layers, whole: CudaEnd) -> None:
+        """The gate and the planned failures of the first layer have been passed already."""
+        first_error: BaseException | None = None
+        for at, (work, end) in enumerate(zip(layers.works, layers.ends, strict=True)):
+            if at and not self._pass_gate():
+                return
+            error = self._device.take_fault(self.name) if at else None
+            if error is None:
+                try:
+                    self._do(work, end, "poll")
+                except BaseException as raised:
+                    error = raised
+            if error is not None and first_error is None:
+                first_error = error
+                for later in layers.ends[at:]:
+                    later.finish(error)
+        if first_error is None:
+            self._mark(whole, self._device.notice)
+        else:
+            self._synchronize()  # what was submitted of it runs all the same, and holds the memory
+            whole.finish(first_error)
+        whole.add_callback(functools.partial(self._ended, whole, [*layers.ends, whole]))
+
+    def _do(self, work: Work, end: CudaEnd, notice: Notice) -> None:
+        started_s = time.monotonic()
+        lasts_s = self._device.duration_s(self.name, work.nbytes)
+        if isinstance(work, CopyWork):
+            copy = work.affine()
+            how = How(self._device.choose(copy), copy.to_host, notice)
+            if not lasts_s:
+                end.set_mark(self._driver_stream().submit(plans(copy), how, end.event))
+                self._device.teller.watch()
+                return
+            self._driver_stream().submit(plans(copy), how, None).free()
+            self._synchronize()
+        else:
+            self._synchronize()
+            work.run()
+        time.sleep(max(0.0, started_s + lasts_s - time.monotonic()))
+        self._mark(end, notice)
+
+    def _mark(self, end: CudaEnd, notice: Notice) -> None:
+        end.set_mark(self._driver_stream().submit((), How("direct", False, notice), end.event))
+        self._device.teller.watch()
+
+    def _ended(self, ticket: CudaEnd, ends: Sequence[CudaEnd]) -> None:
+        for end in ends:
+            end.drop_mark()
+        self._end(ticket, ticket.error)
+
+    def _synchronize(self) -> None:
+        end = self._device.make_end()
+        mark = self._driver_stream().submit((), How("direct", False, "poll"), end.event)
+        end.wait()
+        mark.free()
+        if end.error is not None:
+            raise end.error
+
+    def _driver_stream(self) -> RawCudaStream:
+        if self._raw is None:
+            self._raw = self._device.raw.stream(urgent=self.name == "load")
+        return self._raw
+
+
+def _why(device: weakref.ref[NativeCudaDevice]) -> str:
+    here = device()
+    lost = None if here is None else here.lost
+    return "the GPU is lost" if lost is None else str(lost)
+
+
+def _look_after(device: weakref.ref[NativeCudaDevice]) -> bool:
+    here = device()
+    return here is not None and here.look_after()
+
+
+def _broken_event(device: weakref.ref[NativeCudaDevice], error: BaseException) -> None:
+    here = device()
+    if here is not None:
+        here.lose(TransferError(f"an event that a stream waits for failed: {error}"))
