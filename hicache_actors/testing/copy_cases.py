@@ -84,6 +84,14 @@ def cases() -> Iterator[Case]:
             number += 1
 
 
+def large_cases() -> Iterator[Case]:
+    """Copies of more than 1 MiB, which native code stores past the caches: runs of 96 bytes to 32 KiB."""
+    for number, (order, to_host, head_dim) in enumerate(itertools.product(get_args(Order), (True, False), (48, 128))):
+        shape = KVShape(layers=4, kv=2, heads=8, head_dim=head_dim, dtype="bfloat16", page_size=16)
+        pages = 8 if head_dim == 128 else 11
+        yield Case(10_000 + number, shape, order, 4096, "contiguous", to_host, (0, 4), pages, True)
+
+
 class Sides:
     """Both sides of a case with random bytes in them, and what must be there after the copy."""
 

@@ -19,7 +19,7 @@ from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.shapes import KVShape
-from hicache_actors.testing.copy_cases import Case, Sides, cases
+from hicache_actors.testing.copy_cases import Case, Sides, cases, large_cases
 from hicache_actors.transfer.engines import whole_pages
 from hicache_actors.transfer.plan import CopyPlan
 
@@ -37,7 +37,7 @@ def copies() -> Copies:
     return Copies(found)
 
 
-def check(copies: Copies, case: Case) -> None:
+def check(copies: Copies, case: Case, *, grid: bool = True) -> None:
     sides = Sides(case)
     assert sides.changed_bytes()
     copy = sides.work().affine()
@@ -51,8 +51,9 @@ def check(copies: Copies, case: Case) -> None:
         "list": lambda plan: copies.run_list(copies.merged(plan, by_target=case.to_host)),
         "list by the other side": lambda plan: copies.run_list(copies.merged(plan, by_target=not case.to_host)),
         "direct": lambda plan: copies.run_by(plan, "direct", to_host=case.to_host),
-        "grid": lambda plan: on_a_grid(copies, plan, sides.target_bytes, chance),
     }
+    if grid:
+        ways["grid"] = lambda plan: on_a_grid(copies, plan, sides.target_bytes, chance)
     if whole_pages(copy):
         ways["staged"] = lambda plan: copies.run_by(plan, "staged", to_host=True)
     for name, way in ways.items():
@@ -82,11 +83,15 @@ def test_copies_equal_torch(copies: Copies, case: Case) -> None:
     check(copies, case)
 
 
+@pytest.mark.parametrize("case", list(large_cases()), ids=str)
+def test_large_copies_equal_torch(copies: Copies, case: Case) -> None:
+    check(copies, case, grid=False)
+
+
 def test_staged_pages_pass_a_buffer_that_holds_some_of_them(copies: Copies) -> None:
-    """3 MiB a page, 4 MiB of buffer: a page at a time."""
-    shape = KVShape(layers=3, kv=2, heads=8, head_dim=128, dtype="float32", page_size=128)
-    case = Case(0, shape, "page_first", 4096, "contiguous", True, (0, 3), 4, True)
-    check(copies, case)
+    """1 MiB a page, 4 MiB of buffer."""
+    shape = KVShape(layers=2, kv=2, heads=8, head_dim=128, dtype="float32", page_size=64)
+    check(copies, Case(0, shape, "page_first", 4096, "contiguous", True, (0, 2), 7, True), grid=False)
 
 
 def test_what_cannot_be_staged_is_refused(copies: Copies) -> None:
