@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeAlias
 
 from hicache_actors.core.words import Phase
 
 Value: TypeAlias = tuple[int, Phase, int]
 """Job, phase, and its HIT (pages) or RESULT (`encode_result`)."""
+
+
+_NOTHING: Final[Mapping[Phase, int]] = {}
 
 
 class WireMap(Protocol):
@@ -81,6 +85,22 @@ class Board:
                 if (value := self._values.get(job, {}).get(phase)) is not None
             ]
             return values, [job for job in wire.rows if job in self._released]
+
+    def fill(self, wire: WireMap, vector: array[int], first_slot: int, first_row: int) -> bool:
+        """Write into a round's vector what is filed for the entries of a map -> whether anything is."""
+        filed = False
+        with self._lock:
+            for at, (job, phase) in enumerate(wire.slots, first_slot):
+                value = self._values.get(job, _NOTHING).get(phase)
+                if value is not None:
+                    vector[at] = value
+                    filed = True
+            if self._released:
+                for at, job in enumerate(wire.rows, first_row):
+                    if job in self._released:
+                        vector[at] = 1
+                        filed = True
+        return filed
 
     def read_news(self) -> None:
         """What has been filed so far is about to be sent: `wait_news` waits for more."""

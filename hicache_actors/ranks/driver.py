@@ -213,7 +213,9 @@ class Driver(abc.ABC):
         while self._inbox:
             left.append(self._inbox.popleft())
         try:
-            self.core.apply(agreed.now_ms, agreed.values, agreed.released, _one_by_one(left), agreed.alive)
+            self.core.apply(
+                agreed.now_ms, agreed.values, agreed.released, _one_by_one(left) if left else (), agreed.alive
+            )
         except Exception as exc:
             self._break(exc)
             # Somebody waits for each of them, the one that broke Core included.

@@ -37,8 +37,10 @@ class GlooTransport:
     """
 
     def __init__(self, group: RankGroup, store: Store | None = None) -> None:
-        c10d = _c10d()
+        c10d, torch = _c10d(), _torch()
         self.rank, self.size = group.rank, group.size
+        self._from_buffer, self._int64 = torch.frombuffer, torch.int64
+        self._min_options: dict[float, Any] = {}  # by deadline
         limit = timedelta(seconds=group.start_deadline_s)
         try:
             if store is None:
@@ -60,11 +62,13 @@ class GlooTransport:
             raise PeerError(f"{group.name}: the ranks did not meet: {_first_line(error)}") from error
 
     def reduce_min(self, vector: Sequence[int], deadline_s: float) -> Flight[Sequence[int]]:
-        c10d = _c10d()
-        options = c10d.AllreduceOptions()
-        options.reduceOp, options.timeout = c10d.ReduceOp.MIN, timedelta(seconds=deadline_s)
-        tensor = _tensor(array("q", vector).tobytes()).view(_torch().int64)
-        return _Flight(self._issue(0, lambda group: group.allreduce([tensor], options)), tensor.tolist)
+        options = self._min_options.get(deadline_s)
+        if options is None:
+            options = self._min_options[deadline_s] = _c10d().AllreduceOptions()
+            options.reduceOp, options.timeout = _c10d().ReduceOp.MIN, timedelta(seconds=deadline_s)
+        reduced = array("q", vector)  # the reduction is made in place
+        tensors = [self._from_buffer(reduced, dtype=self._int64)]
+        return _Flight(self._issue(0, lambda group: group.allreduce(tensors, options)), lambda: reduced)
 
     def broadcast(self, data: bytes, deadline_s: float) -> Flight[bytes]:
         """One fixed frame, its length in front; what has no room in it follows in a second broadcast."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from hicache_actors.core.words import Phase, encode_result
@@ -15,6 +16,7 @@ NOT_YET: Final = -1
 
 _DEAD, _CLOSING, _RUNNING = 0, 1, 2
 
+_HEADER: Final = Struct("=6q")
 _DIGEST_MASK: Final = (1 << 63) - 1  # so that the negative fits into an int64 too
 
 
@@ -64,20 +66,13 @@ class RoundVector:
         vector = array("q", self._blank)
         digest &= _DIGEST_MASK
         state = _DEAD if not alive else _CLOSING if closing else _RUNNING
-        vector[: self.HEADER] = array("q", (now_ms, state, self.version, -self.version, digest, -digest))
-        values, released = board.answers(wire)
-        if alive:
-            answers = {(job, phase): value for job, phase, value in values}
-            for at, entry in enumerate(wire.slots, self.HEADER):
-                vector[at] = answers.get(entry, NOT_YET)
-        else:
+        _HEADER.pack_into(vector, 0, now_ms, state, self.version, -self.version, digest, -digest)
+        has_news = board.fill(wire, vector, self.HEADER, self.HEADER + self.slots)
+        if not alive:
+            has_news = True
             for at, (_, phase) in enumerate(wire.slots, self.HEADER):
                 vector[at] = 0 if phase is Phase.HIT else encode_result(0)
-        if released:
-            ended = set(released)
-            for at, job in enumerate(wire.rows, self.HEADER + self.slots):
-                vector[at] = job in ended
-        return Round(wire, vector, bool(values or released or not alive))
+        return Round(wire, vector, has_news)
 
     @staticmethod
     def reduce_min(vectors: Sequence[Sequence[int]]) -> array[int]:
@@ -104,10 +99,10 @@ class RoundVector:
         wire, first_row = sent.wire, self.HEADER + self.slots
         values = [
             (job, phase, value)
-            for (job, phase), value in zip(wire.slots, reduced[self.HEADER : first_row], strict=False)
-            if value > NOT_YET
+            for at, (job, phase) in enumerate(wire.slots, self.HEADER)
+            if (value := reduced[at]) > NOT_YET
         ]
-        released = [job for job, ended in zip(wire.rows, reduced[first_row:], strict=False) if ended == 1]
+        released = [job for at, job in enumerate(wire.rows, first_row) if reduced[at] == 1]
         return Agreed(now_ms, bool(alive), values, released)
 
 

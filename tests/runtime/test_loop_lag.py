@@ -43,7 +43,7 @@ def test_bounds_must_rise(bounds: tuple[float, ...]) -> None:
 async def test_a_blocked_loop_shows_as_lag(anyio_backend: object) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    lag = LoopLag()
+    lag = LoopLag(0.1)
     async with System() as system:
         sampler = system.spawn("loop_lag", lag.run)
         await anyio.sleep(1.05)
