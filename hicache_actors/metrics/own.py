@@ -71,6 +71,21 @@ def _evicted(at: Snapshot) -> list[Sample]:
     return by({tier: at.counts.get(f"evicted_{tier}_pages", 0) for tier in ("device", "host")})
 
 
+def _lookups(at: Snapshot) -> list[Sample]:
+    storage = at.storage
+    if storage is None:
+        return []
+    return by({"hit": storage.lookup_hits, "miss": storage.lookups - storage.lookup_hits})
+
+
+def _scrubbed(at: Snapshot) -> list[Sample]:
+    storage = at.storage
+    if storage is None:
+        return []
+    bad = storage.scrubbed_bad_objects
+    return by({"good": storage.scrubbed_objects - bad, "bad": bad})
+
+
 def _storage_pages(at: Snapshot) -> list[Sample]:
     storage = at.storage
     if storage is None:
@@ -288,6 +303,26 @@ METRICS: Final[tuple[Metric, ...]] = (
         "hicache_storage_open_calls",
         "Calls to the store that run now.",
         lambda at: () if at.storage is None else one(at.storage.open_calls),
+    ),
+    counter("hicache_storage_lookups_total", "Lookups that the store has answered.", _lookups, "result"),
+    gauge(
+        "hicache_storage_never_hits",
+        "1 if the store is populated, as far as is known, and not one of many lookups has found anything.",
+        lambda at: () if at.storage is None else one(int(at.storage.never_hits)),
+    ),
+    gauge(
+        "hicache_storage_neighbour_objects",
+        "Objects of the same model, seen when the store was attached, that are divided otherwise and cannot be shared.",
+        lambda at: [] if at.storage is None else by(at.storage.neighbours),
+        "division",
+    ),
+    counter(
+        "hicache_storage_scrubbed_objects_total", "Objects read in the background to be verified.", _scrubbed, "verdict"
+    ),
+    counter(
+        "hicache_storage_scrubbed_bytes_total",
+        "Their bytes.",
+        lambda at: () if at.storage is None else one(at.storage.scrubbed_bytes),
     ),
     # -- events of residencies
     gauge("hicache_residency_subscribers", "Listeners to events.", lambda at: one(at.events.subscribers)),

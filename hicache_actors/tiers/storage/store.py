@@ -89,6 +89,9 @@ class Store:
 
         async def count(found: int) -> int:
             self.hits.note(found)
+            self._note(Counted("lookups", 1))
+            if found:
+                self._note(Counted("lookup_hits", 1))
             return found
 
         return self.calls.start(Call("query", 0, priority=priority), "query", ask, count)

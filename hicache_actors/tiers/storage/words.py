@@ -48,6 +48,8 @@ class Counted(Control, frozen=True):
         "joined_pages",
         "corrupt_pages",
         "foreign_pages",
+        "lookups",
+        "lookup_hits",
         "scrubbed_objects",
         "scrubbed_bytes",
         "scrubbed_bad_objects",
@@ -96,8 +98,9 @@ class StorageSnapshot(msgspec.Struct, frozen=True):
     them at stores that have been detached, and hang.  ``read_latency_s``: moving average, None without recent reads.
 
     ``shared_with``: who finds what is stored, in words; ``neighbours``: objects of the same model that were seen when the store was
-    attached and cannot be shared, by how they divide it; ``lookups``, ``lookup_hits``: at this store, and ``never_hits``: it is
-    populated, as far as is known, and not one of many lookups has found anything.  ``scrubbed_*``: read in the background.
+    attached and cannot be shared, by how they divide it.  ``lookups``: those that the store has answered, ``lookup_hits`` of them
+    found something; ``never_hits``: the attached store is populated, as far as is known, and not one of many has.  ``scrubbed_*``:
+    read in the background to be verified.
     """
 
     url: str | None
