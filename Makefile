@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALLED := $(VENV)/.requirements
 ENGINES := $(VENV)/.engines
+KERNEL_TOOLS := $(VENV)/.kernel-tools
 # LMCache's own list would bring a CUDA build of torch: this is what its server needs beside the torch that is there.
 LMCACHE := $(VENV)/lmcache
 LMCACHE_NEEDS := aiofile blake3 aiohttp py-cpuinfo pyyaml pyzmq redis safetensors sortedcontainers cachetools nvtx fastapi uvicorn httpx \
@@ -43,7 +44,7 @@ test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real serve
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
 
-test-native: $(STAMP) ## compile, sanitize and mutate the native side, without a GPU (about 3 minutes)
+test-native: $(STAMP) $(KERNEL_TOOLS) ## compile, sanitize and mutate the native side, without a GPU (about 3 minutes)
 	$(BIN)/python -m pytest -m native tests/native $(TEST_ARGS)
 
 test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
@@ -77,6 +78,11 @@ clean: ## remove .venv and everything that is built or cached in this folder
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,transformers,uvloop,rich]'
+	touch $@
+
+# NVIDIA's compilers are wheels, and need no GPU.
+$(KERNEL_TOOLS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test-native]'
 	touch $@
 
 # Some of these servers listen on all interfaces whatever they are told: there is none but loopback where they run.
