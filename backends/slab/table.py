@@ -1,8 +1,9 @@
 """Who is in which slot: a table that all processes map, and that is right after any of them has been killed at any instant.
 
-The file is a head, the table, and the slots (see docs/slab-store.md).  Slots form sets of 16, as in the cache of a processor; a key
-belongs to one set, and may be in any slot of it.  So nothing has to be rebuilt or kept in step, a look-up touches one page of the
-table, and what makes room is the slot of the set that was unused for longest.
+The file is a head, the table, and the slots (see docs/slab-store.md).  Slots form sets of 32, as in the cache of a processor; a key
+belongs to two sets, and may be in any slot of them.  So nothing has to be rebuilt or kept in step, a look-up touches a few pages of
+the table, and what makes room is the slot of both that was unused for longest.  A new object goes into the emptier set, so that the
+first one is pushed out when some 93 % of all slots are in use.
 
 An entry is written in an order that makes each instant right: WRITING with its owner first, READY last.  A slot whose owner is dead
 is free.  Readers take no lock: they read, and look at the entry again; a slot that has changed meanwhile was a miss.
@@ -15,7 +16,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final, NamedTuple
 
 import xxhash
@@ -25,7 +26,7 @@ from hicache_actors.errors import BackendError
 
 ALIGN: Final = 4096
 ENTRY_BYTES: Final = 256
-WAYS: Final = 16
+WAYS: Final = 32
 MAX_KEY_BYTES: Final = ENTRY_BYTES - 49
 
 FREE, WRITING, READY = 0, 1, 2
@@ -82,17 +83,17 @@ class Table:
         """Takes no lock; what it answers may change at once."""
         name = key.encode()
         digest = xxhash.xxh3_128_digest(name)
-        first = self._first(digest)
-        start, end = first * ENTRY_BYTES, (first + self.ways) * ENTRY_BYTES
-        at = self._mapping.find(digest, self._at + start, self._at + end) - self._at
-        while at >= start:
-            offset = at - _HASH_AT
-            if offset % ENTRY_BYTES == 0:
-                entry = bytes(self._memory[offset : offset + ENTRY_BYTES])
-                state, generation, length, _, checksum, _, _ = _ENTRY.unpack_from(entry)
-                if state == READY and checksum == _checksum(generation, length, name):
-                    return Found(offset // ENTRY_BYTES, length, entry[: _STATE_GENERATION.size])
-            at = self._mapping.find(digest, self._at + at + 1, self._at + end) - self._at
+        for first in self._sets_of(digest):
+            start, end = first * ENTRY_BYTES, (first + self.ways) * ENTRY_BYTES
+            at = self._mapping.find(digest, self._at + start, self._at + end) - self._at
+            while at >= start:
+                offset = at - _HASH_AT
+                if offset % ENTRY_BYTES == 0:
+                    entry = bytes(self._memory[offset : offset + ENTRY_BYTES])
+                    state, generation, length, _, checksum, _, _ = _ENTRY.unpack_from(entry)
+                    if state == READY and checksum == _checksum(generation, length, name):
+                        return Found(offset // ENTRY_BYTES, length, entry[: _STATE_GENERATION.size])
+                at = self._mapping.find(digest, self._at + at + 1, self._at + end) - self._at
         return None
 
     def unchanged(self, found: Found) -> bool:
@@ -107,12 +108,12 @@ class Table:
         name = key.encode()
         if len(name) > MAX_KEY_BYTES:
             raise BackendError(f"a key of {len(name)} bytes; at most {MAX_KEY_BYTES} have room", retryable=False)
-        first = self._first(xxhash.xxh3_128_digest(name))
-        with self._set(first):
+        sets = self._sets_of(xxhash.xxh3_128_digest(name))
+        with self._alone(sets):
             found = self.find(key)
             if found is not None and found.length == length:
                 return found
-            slot = found.slot if found is not None else self._victim(first)
+            slot = found.slot if found is not None else self._victim(sets)
             if slot is None:
                 return None
             # The state first: from here on nobody takes what is in the slot for an object.
@@ -123,8 +124,7 @@ class Table:
         """The bytes are there -> whether they are found now; False if another writer was faster, and the slot is free again."""
         name, start = claim.key.encode(), claim.slot * ENTRY_BYTES
         digest = xxhash.xxh3_128_digest(name)
-        first = self._first(digest)
-        with self._set(first):
+        with self._alone(self._sets_of(digest)):
             found = self.find(claim.key)
             if found is not None and found.length == claim.length:
                 _STATE.pack_into(self._memory, start, FREE)
@@ -141,12 +141,11 @@ class Table:
 
     def give_up(self, claim: Claim) -> None:
         """The bytes could not be written."""
-        with self._set(claim.slot - claim.slot % self.ways):
+        with self._alone((claim.slot - claim.slot % self.ways,)):
             _STATE.pack_into(self._memory, claim.slot * ENTRY_BYTES, FREE)
 
     def remove(self, key: str) -> bool:
-        first = self._first(xxhash.xxh3_128_digest(key.encode()))
-        with self._set(first):
+        with self._alone(self._sets_of(xxhash.xxh3_128_digest(key.encode()))):
             found = self.find(key)
             if found is not None:
                 _STATE.pack_into(self._memory, found.slot * ENTRY_BYTES, FREE)
@@ -154,7 +153,7 @@ class Table:
 
     def clear(self) -> None:
         for first in range(0, self.slots, self.ways):
-            with self._set(first):
+            with self._alone((first,)):
                 for slot in range(first, first + self.ways):
                     if self._state(slot) == READY:
                         _STATE.pack_into(self._memory, slot * ENTRY_BYTES, FREE)
@@ -170,37 +169,45 @@ class Table:
                 found.append(name.decode())
         return found
 
-    def _victim(self, first: int) -> int | None:
-        """A free slot, one of a dead writer, or the one that was unused for longest."""
+    def _victim(self, sets: Sequence[int]) -> int | None:
+        """A free slot of the emptier set, one of a dead writer included, or the slot that was unused for longest."""
+        free: list[list[int]] = []
         oldest: tuple[int, int] | None = None
-        for slot in range(first, first + self.ways):
-            state, owner, _, used_ms, *_ = _ENTRY.unpack_from(self._memory, slot * ENTRY_BYTES)
-            if state == WRITING:
-                if owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner):
-                    continue
-                return slot
-            if state != READY:
-                return slot
-            if oldest is None or used_ms < oldest[0]:
-                oldest = used_ms, slot
+        for first in sets:
+            free.append([])
+            for slot in range(first, first + self.ways):
+                state, owner, _, used_ms, *_ = _ENTRY.unpack_from(self._memory, slot * ENTRY_BYTES)
+                if state == READY:
+                    oldest = (used_ms, slot) if oldest is None else min(oldest, (used_ms, slot))
+                elif state != WRITING or not self._lives(owner):
+                    free[-1].append(slot)
+        emptier = max(free, key=len)
+        if emptier:
+            return emptier[0]
         return None if oldest is None else oldest[1]
+
+    def _lives(self, owner: int) -> bool:
+        return owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner)
 
     def _state(self, slot: int) -> int:
         state: int = _STATE.unpack_from(self._memory, slot * ENTRY_BYTES)[0]
         return state
 
-    def _first(self, digest: bytes) -> int:
-        return int.from_bytes(digest[:8], "little") % self.sets * self.ways
+    def _sets_of(self, digest: bytes) -> tuple[int, ...]:
+        """The first slots of the sets that a key belongs to, in ascending order: locks are taken in that order."""
+        one, other = (int.from_bytes(digest[at : at + 8], "little") % self.sets * self.ways for at in (0, 8))
+        return (one,) if one == other else (min(one, other), max(one, other))
 
     @contextmanager
-    def _set(self, first: int) -> Iterator[None]:
-        """Nobody else changes the slots of the set, in any process."""
-        with self._stripes[first // self.ways % _STRIPES]:
-            self._locks.hold(_SET_LOCKS + first)
-            try:
-                yield
-            finally:
-                self._locks.let_go(_SET_LOCKS + first)
+    def _alone(self, sets: Sequence[int]) -> Iterator[None]:
+        """Nobody else changes the slots of these sets, in any process."""
+        with ExitStack() as stack:
+            for stripe in sorted({first // self.ways % _STRIPES for first in sets}):
+                stack.enter_context(self._stripes[stripe])
+            for first in sets:
+                self._locks.hold(_SET_LOCKS + first)
+                stack.callback(self._locks.let_go, _SET_LOCKS + first)
+            yield
 
 
 def _checksum(generation: int, length: int, name: bytes) -> int:
