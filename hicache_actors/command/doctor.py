@@ -15,7 +15,7 @@ from hicache_actors.backends.registry import open_backend
 from hicache_actors.cache.key_choice import layout_of
 from hicache_actors.checks import positive
 from hicache_actors.command.surroundings import Finding, Section, device, disk, environment, memory, note, packages
-from hicache_actors.config import Config
+from hicache_actors.config import Config, ShapeConfig
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.memory.budget import host_budget, host_memory_scope, take_host_memory
 from hicache_actors.memory.disks import disk_of, folder_of_url
@@ -27,7 +27,8 @@ from hicache_actors.runtime.workers import Workers
 
 HELP: Final = """\
 Looks at the environment, the device, the limits on memory, the disks and the installed packages, and at what a given
-configuration would make of them.  Writes 16 MiB to a temporary folder on each disk, to time it, and removes them.
+configuration would make of them: its sizes, and its store, who shares it and who else is there.  Writes 16 MiB to a
+temporary folder on each disk, to time it, and removes them.
 """
 
 EPILOG: Final = """\
@@ -111,6 +112,7 @@ def examine(
             refused = error
         else:
             sections.append(Section("configuration", {"file": str(config_file)}, findings))
+            refused = _look_at_store(config, sections) if probe else None
     return Diagnosis(tuple(sections), sizing, refused)
 
 
@@ -181,6 +183,26 @@ def _check_storage(config: Config, folder: Path | None) -> None:
         )
 
 
+def _look_at_store(config: Config, sections: list[Section]) -> ConfigError | None:
+    if config.shape is None or config.storage.url is None:
+        return None
+    from hicache_actors.command.storage_look import (
+        store,
+    )  # it imports torch, which a machine without a store need not have
+
+    try:
+        seen = store(config, _kv_shape(config, config.shape))
+    except ConfigError as error:
+        return error
+    if seen is not None:
+        sections.append(seen)
+    return None
+
+
+def _kv_shape(config: Config, shape: ShapeConfig) -> KVShape:
+    return KVShape(shape.layers, shape.kv, shape.heads, shape.head_dim, shape.dtype, config.page_size)
+
+
 def _size(
     config: Config, limit: MemoryLimit, read_bytes_s: float | None, prefill_tokens_per_s: float | None
 ) -> tuple[SizingReport | None, tuple[Finding, ...]]:
@@ -197,7 +219,7 @@ def _size(
                     "set [shape] and device.pages here, or use `hicache plan --model`",
                 ),
             )
-        kv_shape = KVShape(shape.layers, shape.kv, shape.heads, shape.head_dim, shape.dtype, config.page_size)
+        kv_shape = _kv_shape(config, shape)
         budget = staging = None
         if config.device.pages is not None or host.pages is not None or host.size_gb is not None:
             layout = layout_of(config, kv_shape)

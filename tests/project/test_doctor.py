@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,13 +14,16 @@ from typing import Any, NoReturn
 
 import pytest
 
+from hicache_actors.backends.file import FileBackend
 from hicache_actors.command import cli, surroundings
 from hicache_actors.command.doctor import Diagnosis, examine
 from hicache_actors.command.surroundings import Section, device, disk, environment, memory, packages
 from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.keys import KeyScheme, Namespace, Rank, SuffixKeys
 from hicache_actors.memory import disks
 from hicache_actors.memory.disks import Probe, disk_of, folder_of_url, probe_disk
 from hicache_actors.memory.limits import MACHINE, RANK_COUNTS, MemoryLimit, MemorySource
+from hicache_actors.runtime.workers import Workers
 
 GIB = 2**30
 LIMIT = MemoryLimit(64 * GIB, 60 * GIB, (MemorySource(MACHINE, 64 * GIB, 60 * GIB),))
@@ -431,7 +435,7 @@ def test_by_default_it_looks_at_the_temporary_folder(monkeypatch: pytest.MonkeyP
 
 def test_torch_is_not_imported_where_there_is_no_gpu() -> None:
     code = (
-        "import sys; from hicache_actors import surroundings, doctor; from pathlib import Path; "
+        "import sys; from hicache_actors.command import surroundings, doctor; from pathlib import Path; "
         "surroundings.device(root=Path('/nowhere')); doctor.packages(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -451,3 +455,77 @@ def test_facts_have_units_in_words() -> None:
 def test_a_refused_value_that_json_does_not_know_is_shown_as_python_writes_it() -> None:
     refused = Diagnosis((), None, ConfigError("a", {"b": 1}, "no"))
     assert refused.to_dict()["refused"]["value"] == "{'b': 1}"
+
+
+# -- the store ----------------------------------------------------------------------------------------------------------
+
+
+def store_section(diagnosis: Diagnosis) -> Section | None:
+    return next((section for section in diagnosis.sections if section.name == "store"), None)
+
+
+def stored(folder: Path, keys: KeyScheme) -> None:
+    """Somebody has left an object with this name."""
+
+    async def write() -> None:
+        workers = Workers("others", 1)
+        backend = FileBackend(f"file://{folder}", workers)
+        await backend.open()
+        await backend.write(keys.keys([b"h" * 32]), [memoryview(b"x" * 100)] * len(keys.chunks))
+        await backend.close()
+        workers.close()
+
+    asyncio.run(write())
+
+
+def namespace_of(**changes: Any) -> Namespace:
+    facts: dict[str, Any] = {
+        "model_id": "tiny", "weights": "1", "dtype": "bfloat16", "page_size": 64, "layout": "page_first_direct",
+        "total_kv_heads": 3, "head_group": 3, "layer_partition": 30, "replicated": False,
+    }  # fmt: skip
+    return Namespace(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("keys", "own", "words", "severity"),
+    [
+        (SuffixKeys(namespace_of()), 1, "", ""),
+        (SuffixKeys(namespace_of(head_group=1), Rank(tp_size=3)), 0, "suffix keys, tp=3 (1 objects)", "problem"),
+        (SuffixKeys(namespace_of(model_id="other")), 0, "none of 1 names is of this model", "note"),
+    ],
+)
+def test_the_store_is_looked_at(keys: KeyScheme, own: int, words: str, severity: str, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    stored(folder, keys)
+    diagnosis = examine(write_config(tmp_path, url=f"file://{folder}"), folders=(tmp_path,), limit=LIMIT)
+    section = store_section(diagnosis)
+    assert section is not None
+    assert (section.facts["listed_names"], section.facts["own_names"]) == (1, own)
+    assert "tp=1" in section.facts["shared"]
+    assert [(finding.severity, words in finding.text) for finding in section.findings] == (
+        [(severity, True)] if words else []
+    )
+    assert diagnosis.exit_code == int(severity == "problem")
+
+
+def test_a_store_that_does_not_exist_yet_is_not_made(tmp_path: Path) -> None:
+    diagnosis = examine(write_config(tmp_path, url=f"file://{tmp_path}/none"), folders=(tmp_path,), limit=LIMIT)
+    assert store_section(diagnosis) is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_store_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "store" / "usage").mkdir(parents=True)  # where its ledger would be
+    diagnosis = examine(write_config(tmp_path, url=f"file://{tmp_path}/store"), folders=(tmp_path,), limit=LIMIT)
+    section = store_section(diagnosis)
+    assert section is not None
+    assert "cannot be used" in section.findings[0].text
+    assert diagnosis.exit_code == 1
+
+
+def test_unified_settings_that_do_not_fit_are_refused_by_the_doctor(tmp_path: Path) -> None:
+    text = GOOD + '[host]\nlayout = "page_unified"\n[storage]\nkeys = "unified"\ntp_lcm_size = 2\nurl = "memory://"\n'
+    diagnosis = examine(write_config(tmp_path, text), folders=(tmp_path,), limit=LIMIT)
+    assert diagnosis.refused is not None
+    assert diagnosis.refused.field == "storage.tp_lcm_size"

@@ -1,0 +1,88 @@
+"""What ``hicache doctor`` sees of the store that a configuration names: does it open, who shares it, and who else is there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import anyio
+
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.key_choice import keys_of
+from hicache_actors.command.surroundings import Finding, Section, note, problem
+from hicache_actors.config import Config
+from hicache_actors.errors import BackendError, HiCacheError
+from hicache_actors.keys.namespace import Rank
+from hicache_actors.keys.scheme import KeyScheme
+from hicache_actors.memory.disks import folder_of_url
+from hicache_actors.memory.shapes import KVShape
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.tiers.storage.neighbours import Neighbours, listed, lists_names, look_at
+
+DEADLINE_S: Final = 10.0
+_UNSHARED: Final = "use unified keys everywhere, with the same storage.tp_lcm_size and storage.layer_partition"
+
+
+def store(config: Config, shape: KVShape) -> Section | None:
+    """Open the store and list some of its names, within `DEADLINE_S` each.  None if there is nothing to be seen: no store, one of
+    this process alone, or a folder that does not exist yet.
+
+    Blocks.  Raises `ConfigError` for settings that do not fit.
+    """
+    url = config.storage.url
+    if url is None or url.startswith("memory:"):
+        return None
+    folder = folder_of_url(url)
+    if folder is not None and not folder.is_dir():
+        return None
+    keys = keys_of(config, shape, Rank(tp_size=_tp_size(config, shape)))
+    facts: dict[str, Any] = {"url": url, "shared": keys.shared_with()}
+    try:
+        scope, found = asyncio.run(_look(url, keys, config.storage.probe_keys))
+    except HiCacheError as error:
+        return Section("store", facts, (problem(f"it cannot be used: {error}", "start it, or correct storage.url"),))
+    facts |= {"scope": scope, "listed_names": found.listed, "own_names": found.ours, "others": found.others}
+    return Section("store", facts, _findings(found))
+
+
+def _tp_size(config: Config, shape: KVShape) -> int:
+    """How many ranks share the model's KV heads, if the configuration is one rank's."""
+    total = config.model.total_kv_heads or shape.heads
+    return total // shape.heads if shape.kv == 2 and total % shape.heads == 0 else 1
+
+
+async def _look(url: str, keys: KeyScheme, most: int) -> tuple[str, Neighbours]:
+    workers = Workers("doctor", 2)
+    try:
+        backend = open_backend(url, workers)
+        try:
+            with anyio.fail_after(DEADLINE_S):
+                await backend.open()
+            with anyio.fail_after(DEADLINE_S):
+                return backend.scope, await _neighbours(backend, keys, most)
+        except TimeoutError as error:
+            raise BackendError(f"no answer within {DEADLINE_S:g} s") from error
+        finally:
+            with anyio.move_on_after(DEADLINE_S):
+                await backend.close()
+    finally:
+        workers.close()
+
+
+async def _neighbours(backend: Backend, keys: KeyScheme, most: int) -> Neighbours:
+    names = await listed(backend, most) if most else []
+    return look_at(names, keys) if names or (most and lists_names(backend)) else Neighbours()
+
+
+def _findings(found: Neighbours) -> tuple[Finding, ...]:
+    if found.listed is None:
+        return (note("its names were not listed, so nothing is known of others in it", "compare settings by hand"),)
+    if found.others:
+        ways = ", ".join(f"{way} ({count} objects)" for way, count in sorted(found.others.items()))
+        text = f"pages of the same model that are divided in another way cannot be shared: {ways}"
+        return (problem(text, _UNSHARED),)
+    if found.listed and not found.ours:
+        text = f"none of {found.listed:,} names is of this model, weights, dtype and page size"
+        return (note(text, "compare these four with those who store here, if they shall share"),)
+    return ()
