@@ -234,6 +234,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """True: what the cache has is loaded and compared with what the engine computes, and nobody is served by it.  Takes
     device pages for both.  Default: False."""
 
+    poison_freed: bool = False
+    """For debugging: True fills pages of device and host with bytes of 0xA5 when they become free, so that an engine
+    which reads or writes them too late shows.  KV tensors on the CPU only; costs a write of each page.  Default:
+    False."""
+
     close_timeout_s: float = 5.0
     """Time for each stage of closing.  What has not ended then is left, its memory kept mapped, and named.  Default: 5
     s."""
@@ -254,6 +259,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         choice("eviction", self.eviction, EVICTIONS)
         flag("enabled", self.enabled)
         flag("shadow", self.shadow)
+        flag("poison_freed", self.poison_freed)
         positive("close_timeout_s", self.close_timeout_s, "seconds")
         self._check_layout()
         if self.storage.url is not None:

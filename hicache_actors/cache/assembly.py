@@ -7,6 +7,7 @@ actors in the order of the data (host, device, storage); `Parts.stop` undoes it 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -21,7 +22,7 @@ from hicache_actors.cache.switches import why_disabled
 from hicache_actors.config import Config
 from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.config import SlotOwner
-from hicache_actors.core.words import Effect, Wake
+from hicache_actors.core.words import DEVICE, HOST, Effect, Wake
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device, Listener
 from hicache_actors.errors import ConfigError, HiCacheError, PeerError, TransferError
@@ -30,6 +31,7 @@ from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.budget import host_budget, host_memory_scope
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.poison import poison
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import take_staging
@@ -74,6 +76,9 @@ class Parts:
         if link is not None:
             core_config = msgspec.structs.replace(core_config, **link.sizes)
         self.core = Core(core_config)
+        if config.poison_freed:
+            self.core.state.pools[DEVICE].on_free = functools.partial(poison, kv)
+            self.core.state.pools[HOST].on_free = functools.partial(poison, memory)
         self.board = Board()
         self.system = System(stop_deadline_s=config.close_timeout_s, on_failure=self._system_failed)
         self.loop_lag = LoopLag()
@@ -143,6 +148,8 @@ class Parts:
         if self.link is not None:
             self.link.close()
         self.core.close()
+        for pool in self.core.state.pools:
+            pool.on_free = None  # what ends late must not find closed memory
         self.memory.close(keep_mapped=bool(left))
         self.storage_tier.unmap(keep_mapped=bool(left))
         if left:
@@ -292,6 +299,10 @@ def plan(
         )
     tensors = kv if kv is not None else _own_tensors(config)
     _check_kv(config, tensors)
+    if config.poison_freed and tensors.device.type != "cpu":
+        raise ConfigError(
+            "poison_freed", True, f"pages on {tensors.device} are out of reach", allowed="False", fix="debug on the CPU"
+        )
     disabled = why_disabled(config)
     layout = layout_of(config, tensors.shape, SINGLE_RANK if group is None else group.key_rank)
     if disabled is not None:

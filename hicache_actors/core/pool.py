@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ class Pool:
     def __init__(self, name: str, total: int) -> None:
         self.name = name
         self.total = total
+        self.on_free: Callable[[Slots], None] | None = None  #: told of slots that have just become free; for debugging
         self._stack = array("I", range(total - 1, -1, -1))
         self._used = np.zeros(total, np.bool_)
         self._mark = np.zeros(total, np.int64)  # scratch: finds a slot that occurs twice in one `give`
@@ -60,12 +61,17 @@ class Pool:
                 raise SlotError(f"{self.name}: double free of slots {index[twice].tolist()}")
         self._used[index] = False
         self._stack.frombytes(index[::-1].tobytes())  # so that a run comes out again as it went in, ascending
+        if self.on_free is not None:
+            self.on_free(slots)
 
     def keep_only(self, held: Iterable[Slots]) -> None:
         """Everything is free again, but ``held``: a reset, at O(total) whatever the tree held."""
+        before = self._used.copy() if self.on_free is not None else None
         self._used[:] = False
         self._used[np.frombuffer(b"".join(held), np.uint32)] = True
         self._stack = array("I", np.flatnonzero(~self._used)[::-1].astype(np.uint32).tobytes())
+        if self.on_free is not None and before is not None:
+            self.on_free(np.flatnonzero(before & ~self._used).astype(np.uint32).tobytes())
 
     def free_slots(self) -> list[int]:
         """The free list, next to be handed out last (for digests and checks)."""

@@ -65,6 +65,7 @@ def small_config(
         model=ModelFacts(model_id="toy", weights="v1"),
         storage=StorageConfig(url=url, prefetch_threshold_tokens=PAGE_SIZE, **storage),
         deadlines=deadlines or Deadlines(),
+        poison_freed=True,  # reuse that comes too early shows as wrong bytes
         close_timeout_s=close_timeout_s,
     )
 
