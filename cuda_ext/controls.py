@@ -11,14 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-import structlog
-
 from hicache_actors.cuda_ext.device import Event, Listener, Work
 from hicache_actors.errors import StoppedError, UsageError
+from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.completions import Completion, End
 from hicache_actors.transfer.waits import LayerWaits
-
-log = structlog.get_logger(__name__)
 
 Kind = Literal["cpu", "cuda", "sim"]
 
@@ -147,6 +144,9 @@ class ControlledStream(ABC):
             waits.follow(layer, ticket)
         return ticket
 
+    def halt(self, error: BaseException) -> None:
+        """Begin nothing more, for the device is lost; `drop` follows.  So no stream goes on when another one's work fails."""
+
     @abstractmethod
     def drop(self, error: BaseException) -> None:
         """Fail everything that has not ended, and whatever is submitted later; work that runs now runs on unseen."""
@@ -232,7 +232,9 @@ class ControlledDevice(ABC, Generic[S]):
                 return
             self._lost = error
             streams = list(self._streams.values())
-        log.error("device_lost", device=self.name, error=str(error))
+        bind_log(part="device").error("device_lost", device=self.name, error=str(error))
+        for stream in streams:
+            stream.halt(error)
         for stream in streams:
             stream.drop(error)
 
@@ -252,6 +254,9 @@ class ControlledDevice(ABC, Generic[S]):
     def listen(self) -> Listener | None:
         """See `Device`."""
         return None
+
+    def register(self, address: int, nbytes: int, *, step_bytes: int) -> None:
+        """See `Device`."""
 
     def make_end(self) -> End:
         """See `Device`."""

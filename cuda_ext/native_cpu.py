@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import structlog
-
 from hicache_actors.cuda_ext.controls import ControlledDevice, ControlledStream, Counts, Gate, Kind
 from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.cuda_ext.native.copies import plans
@@ -29,11 +27,10 @@ from hicache_actors.cuda_ext.native.structs import CallCopies, Op, Plan
 from hicache_actors.cuda_ext.native.teller import DeviceTeller
 from hicache_actors.cuda_ext.native.tickets import NativeTicket
 from hicache_actors.errors import HiCacheError, StoppedError, TransferError, UsageError
+from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.completions import End, has_fired
 from hicache_actors.transfer.plan import CopyWork
 from hicache_actors.transfer.waits import LayerWaits
-
-log = structlog.get_logger(__name__)
 
 EXIT_S: Final = 5.0
 
@@ -70,7 +67,7 @@ class NativeCpuDevice(ControlledDevice["NativeStream"]):
         try:
             return LoopRing.open()
         except OSError as error:  # no descriptor left: the teller wakes coroutines then
-            log.warning("loop_ring_not_opened", device=self.name, error=str(error))
+            bind_log(part="device").warning("loop_ring_not_opened", device=self.name, error=str(error))
             return None
 
     def make_end(self) -> NativeTicket:
@@ -185,6 +182,9 @@ class NativeStream(ControlledStream):
     def counts(self) -> Counts:
         counts = self.raw.counts()
         return Counts(counts.submitted, counts.finished, counts.failed, counts.moved_bytes)
+
+    def halt(self, error: BaseException) -> None:
+        self.raw.break_off(ERRORS.code(error))
 
     def drop(self, error: BaseException) -> None:
         self.raw.drop(ERRORS.code(error))

@@ -13,11 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
-
 from hicache_actors.cuda_ext.native.structs import ABI_VERSION, STRUCTS, Size
-
-log = structlog.get_logger(__name__)
+from hicache_actors.runtime import bind_log
 
 SWITCH: Final = "HICACHE_NATIVE"
 """Environment: ``off`` leaves the library alone; a path names another build of it (with a sanitizer, say)."""
@@ -82,7 +79,7 @@ def _load() -> tuple[Library | None, str]:
         if _state is None:
             _state = _find(os.environ.get(SWITCH, ""))
             if _state[0] is None and os.environ.get(SWITCH, "").lower() != "off":
-                log.warning("native_library_not_used", reason=_state[1])
+                bind_log(part="device").warning("native_library_not_used", reason=_state[1])
         return _state
 
 

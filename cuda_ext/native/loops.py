@@ -6,13 +6,10 @@ import asyncio
 import weakref
 from typing import Final
 
-import structlog
-
 from hicache_actors.cuda_ext.native.events import Event
 from hicache_actors.cuda_ext.native.ring import CAPACITY, Counts, Ring
 from hicache_actors.errors import StoppedError
-
-log = structlog.get_logger(__name__)
+from hicache_actors.runtime import bind_log
 
 _RINGS: Final[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopRing]] = weakref.WeakKeyDictionary()
 
@@ -72,7 +69,7 @@ class LoopRing:
                 async with asyncio.timeout(timeout_s):
                     await self._idle
         except TimeoutError:
-            log.warning("tickets_left_at_close", tickets=self.in_flight)
+            bind_log(part="device").warning("tickets_left_at_close", tickets=self.in_flight)
         finally:
             left = self._end() if not self._users else []
         return not left

@@ -11,13 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import structlog
-
 from hicache_actors.cuda_ext.native.ring import Ring
 from hicache_actors.cuda_ext.native.tickets import NativeTicket
 from hicache_actors.transfer.completions import POLL_S, call, has_fired, notify
-
-log = structlog.get_logger(__name__)
 
 WATCH_S: Final = 1.0
 """How often a device with open work is asked whether it lives."""

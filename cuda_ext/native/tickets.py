@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from hicache_actors.cuda_ext.native.events import ERRORS, Event, events
 from hicache_actors.cuda_ext.native.loops import ring_of
@@ -19,13 +20,36 @@ class Teller(Protocol):
         """Call ``callback`` once the ticket has ended."""
 
 
+_MAKING: Final = threading.Lock()
+
+
+class _Callbacks:
+    """Each is called once, in order.  Who comes while another thread calls them waits until it has done so."""
+
+    __slots__ = ("_lock", "_waiting")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a callback may ask the ticket
+        self._waiting: list[Callable[[], object]] = []
+
+    def add(self, callback: Callable[[], object]) -> None:
+        with self._lock:
+            self._waiting.append(callback)
+
+    def call(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                call(callback)
+
+
 class NativeTicket(End):
     """One generation of a native event.
 
     On a loop that has a `LoopRing`, a coroutine that waits is woken by it; elsewhere, and for callbacks, by the device's teller.
     """
 
-    __slots__ = ("__weakref__", "_done", "_error", "_events", "_teller", "_why", "event")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_events", "_teller", "_why", "event")
 
     def __init__(self, teller: Teller, why: Callable[[], str] | None = None) -> None:
         """``why``: says in words why the last native call failed."""
@@ -33,6 +57,7 @@ class NativeTicket(End):
         self.event: Event = self._events.take()
         self._teller, self._why = teller, why
         self._done = False
+        self._callbacks: _Callbacks | None = None
         self._error: BaseException | None = None
 
     @property
@@ -48,6 +73,8 @@ class NativeTicket(End):
                 self._error = TransferError("native work failed" if self._why is None else self._why())
             self._why = None
             self._done = True
+        if self._done and self._callbacks is not None:
+            self._callbacks.call()
         return self._done
 
     def finish(self, error: BaseException | None = None) -> bool:
@@ -62,10 +89,15 @@ class NativeTicket(End):
         return self.query()
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        if self.query():
-            call(callback)
-        else:
-            self._teller.tell(self, callback)
+        """Called by whoever sees the end first: the teller, or a thread that asks or waits.  So who has seen it may rely on the
+        callbacks, and they come too while a loop stands still.
+        """
+        with _MAKING:
+            first = self._callbacks is None
+            self._callbacks = callbacks = self._callbacks or _Callbacks()
+        callbacks.add(callback)
+        if not self.query() and first:
+            self._teller.tell(self, self.query)
 
     def resolve(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
         ring = ring_of(loop)

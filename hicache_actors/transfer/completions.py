@@ -13,11 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, runtime_checkable
 
-import structlog
-
 from hicache_actors.errors import TransferError, UsageError
-
-log = structlog.get_logger(__name__)
+from hicache_actors.runtime import bind_log
 
 POLL_S: Final = 0.001
 """How often an event is asked that can do no more.  Never below 1 ms: asyncio rounds shorter sleeps up, uvloop down to a spin."""
@@ -137,7 +134,7 @@ def call(callback: Callable[[], object]) -> None:
     try:
         callback()
     except Exception:
-        log.exception("completion_callback_failed", callback=repr(callback))
+        bind_log(part="device").exception("completion_callback_failed", callback=repr(callback))
 
 
 def check_event(event: object) -> None:

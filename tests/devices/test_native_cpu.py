@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import time
@@ -271,3 +272,26 @@ def test_a_device_that_nobody_holds_ends_its_threads() -> None:
     while _threads("hic-forgotten"):
         assert time.monotonic() < end_s
         time.sleep(0.001)
+
+
+async def test_callbacks_have_been_called_for_who_has_seen_the_end(device: NativeCpuDevice, ring: LoopRing) -> None:
+    for _ in range(100):
+        seen: list[str] = []
+        with device.gate("copy"):
+            ticket = device.stream("copy").submit(Call(lambda: None))
+            ticket.add_callback(functools.partial(seen.append, "callback"))
+            waiter = asyncio.ensure_future(fired(ticket))
+            await asyncio.sleep(0)
+        assert await waiter is None
+        assert seen == ["callback"]
+        ticket = device.stream("copy").submit(Call(lambda: None))
+        ticket.add_callback(functools.partial(seen.append, "another"))
+        assert await fired(ticket) is None
+        assert seen == ["callback", "another"]
+
+
+async def test_callbacks_come_while_the_loop_stands_still(device: NativeCpuDevice, ring: LoopRing) -> None:
+    called = threading.Event()
+    with device.gate("copy"):
+        device.stream("copy").submit(Call(lambda: None)).add_callback(called.set)
+    assert called.wait(WAIT_S)
