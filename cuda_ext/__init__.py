@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from hicache_actors.cuda_ext.controls import ControlledDevice, Gate
     from hicache_actors.cuda_ext.device import Device, Event, Stream, Ticket, Work
     from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice
+    from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
     from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+    from hicache_actors.cuda_ext.torch_cuda import TorchCudaDevice
 
 __all__ = [
     "ControlledDevice",
@@ -20,11 +22,14 @@ __all__ = [
     "Event",
     "Gate",
     "NativeCpuDevice",
+    "NativeCudaDevice",
     "Stream",
     "Ticket",
     "TorchCpuDevice",
+    "TorchCudaDevice",
     "Work",
     "open_cpu_device",
+    "open_cuda_device",
     "open_device",
 ]
 
@@ -37,7 +42,9 @@ _HOMES: Final = {
     "Ticket": "device",
     "Work": "device",
     "NativeCpuDevice": "native_cpu",
+    "NativeCudaDevice": "native_cuda",
     "TorchCpuDevice": "torch_cpu",
+    "TorchCudaDevice": "torch_cuda",
 }
 
 
@@ -47,11 +54,10 @@ def open_device(name: str = "cpu") -> Device:
 
     if name == "cpu":
         return open_cpu_device()
-    if name.partition(":")[0] == "cuda":
-        raise ConfigError(
-            "device", name, "this build drives no CUDA device", allowed=["cpu"], fix="keep the KV tensors on the CPU"
-        )
-    raise ConfigError("device", name, "unknown device", allowed=["cpu"])
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and (index.isdigit() or not index):
+        return open_cuda_device(int(index or 0))
+    raise ConfigError("device", name, "unknown device", allowed=["cpu", "cuda:0"])
 
 
 def open_cpu_device() -> ControlledDevice[Any]:
@@ -65,6 +71,34 @@ def open_cpu_device() -> ControlledDevice[Any]:
     from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 
     return TorchCpuDevice(why=f"the native library is not in use: {why_not()}")
+
+
+def open_cuda_device(index: int) -> ControlledDevice[Any]:
+    """The native one where there are a native library and a driver, else that of torch; its `implementation` says why.
+
+    Raises `ConfigError` where torch sees no such GPU.
+    """
+    import torch
+
+    from hicache_actors.cuda_ext.native.library import library, why_not
+    from hicache_actors.errors import ConfigError, TransferError
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= found:
+        seen = f"torch {torch.__version__} sees {found} CUDA devices"
+        allowed = ["cpu", *(f"cuda:{each}" for each in range(found))]
+        raise ConfigError("device", f"cuda:{index}", seen, allowed=allowed, fix="keep the KV tensors on one of these")
+    why = f"the native library is not in use: {why_not()}"
+    if library() is not None:
+        from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
+
+        try:
+            return NativeCudaDevice(index)
+        except TransferError as error:
+            why = str(error)
+    from hicache_actors.cuda_ext.torch_cuda import TorchCudaDevice
+
+    return TorchCudaDevice(index, why)
 
 
 def __getattr__(name: str) -> Any:

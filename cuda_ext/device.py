@@ -97,6 +97,12 @@ class Device(Protocol):
         None where there is nothing to open; whoever opened it closes it, on the same loop, after the device.
         """
 
+    def register(self, address: int, nbytes: int, *, step_bytes: int) -> None:
+        """Make host memory known, before copies touch it; `close` undoes it.  May block for 0.1 s a GiB: not on a loop's thread.
+
+        ``step_bytes``: what lies between two borders of slots.  Raises `TransferError`; a CPU device has nothing to do.
+        """
+
     def make_end(self) -> End:
         """An end that anybody may finish, of the kind for which the device's own streams wait best."""
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
-import structlog
 
 from hicache_actors.cuda_ext.controls import Counts, Kind
 from hicache_actors.cuda_ext.device import Event, Work
@@ -22,17 +21,17 @@ from hicache_actors.cuda_ext.foreign import CAPTURED, SUBMITTED_S, event_handle,
 from hicache_actors.cuda_ext.native.copies import plans
 from hicache_actors.cuda_ext.native.driver import Engine, How, LostError, Mark, Notice, RawCuda, RawCudaStream
 from hicache_actors.cuda_ext.native.images import image
+from hicache_actors.cuda_ext.native.loops import LoopRing
 from hicache_actors.cuda_ext.native.teller import DeviceTeller
 from hicache_actors.cuda_ext.native.tickets import NativeTicket
 from hicache_actors.cuda_ext.registration import Registrations
 from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
 from hicache_actors.errors import TransferError, UsageError
+from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.affine import AffineCopy, Loops
 from hicache_actors.transfer.completions import Completion, End
 from hicache_actors.transfer.plan import CopyWork
 from hicache_actors.transfer.waits import LayerWaits
-
-log = structlog.get_logger(__name__)
 
 SHORT_RUN_BYTES: Final = 28 * 1024
 """Below, descriptors of the copy engines cost more than their bytes: others measured 5 to 7 GB/s there, and 28 and more above."""
@@ -75,7 +74,7 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
             if engine in ("kernel", "staged"):
                 self.raw.close()
                 raise
-            log.warning("no_copy_kernel", device=self.name, reason=str(error))
+            bind_log(part="device").warning("no_copy_kernel", device=self.name, reason=str(error))
         self.implementation = f"native, driver {facts.driver_version}, kernel {self.kernel}"
         self.registrations = Registrations(self.raw.register, self.raw.unregister)
         device = weakref.ref(self)
@@ -99,8 +98,12 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
     def register(self, address: int, nbytes: int, *, step_bytes: int) -> None:
         self.registrations.add(address, nbytes, step_bytes)
 
-    def unregister(self, address: int) -> None:
-        self.registrations.remove(address)
+    def listen(self) -> LoopRing | None:
+        try:
+            return LoopRing.open()
+        except OSError as error:  # no descriptor left: the teller wakes coroutines then
+            bind_log(part="device").warning("loop_ring_not_opened", device=self.name, error=str(error))
+            return None
 
     def close(self, timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
@@ -109,7 +112,9 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         if in_time and not self._gone:
             # What did not end in time stays as it is: the GPU may still write through it.
             let_go = [stream.let_go() for stream in streams]
-            self._gone = all(let_go) and self.raw.close()
+            if all(let_go):
+                self.registrations.clear()
+                self._gone = self.raw.close()
         self.teller.close(max(0.0, end_s - time.monotonic()))
         return in_time
 

@@ -41,7 +41,14 @@ class Registrations:
             raise
 
     def remove(self, address: int) -> None:
+        """No copy may touch the memory any more."""
         with self._lock:
             done = self._known.pop(address, [])
         for start in reversed(done):
             self._unregister(start)
+
+    def clear(self) -> None:
+        with self._lock:
+            known = list(self._known)
+        for address in known:
+            self.remove(address)

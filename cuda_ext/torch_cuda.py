@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from hicache_actors.errors import TransferError, UsageError
 from hicache_actors.memory.kv import integers
 from hicache_actors.transfer.completions import Completion, End
 from hicache_actors.transfer.plan import CopyWork
+from hicache_actors.transfer.waits import LayerWaits
 
 _PORTABLE_MAPPED: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _Ids = NDArray[np.int64]
@@ -46,17 +47,17 @@ class TorchCudaDevice(WorkerDevice["TorchCudaStream"]):
         self.registrations = Registrations(self._register, self._unregister)
 
     def register(self, address: int, nbytes: int, *, step_bytes: int) -> None:
-        """Pin host memory, in pieces that end between two steps.  Blocks: about 0.1 s a GiB.  Raises `TransferError`."""
         self.registrations.add(address, nbytes, step_bytes)
 
-    def unregister(self, address: int) -> None:
-        """Undo it.  No copy may touch the memory any more."""
-        self.registrations.remove(address)
+    def make_end(self) -> CudaTicket:
+        return CudaTicket(self.cuda)
 
     def close(self, timeout_s: float) -> bool:
         in_time = super().close(timeout_s)
         for stream in list(self._streams.values()):
             stream.stop_watching()
+        if in_time:  # else copies may still run
+            self.registrations.clear()
         return in_time
 
     def _register(self, address: int, nbytes: int) -> None:
@@ -85,6 +86,7 @@ class CudaTicket(Completion):
         self._submitted = Completion()
 
     def submitted(self, event: Any) -> None:
+        """``event``: None if it never was."""
         self.event = event
         self._submitted.finish()
 
@@ -93,6 +95,10 @@ class CudaTicket(Completion):
         self._submitted.finish()
         return first
 
+    def stand_for(self, ticket: CudaTicket) -> None:
+        """Streams that are ordered after this one wait for the work of ``ticket``."""
+        ticket._submitted.add_callback(lambda: self.submitted(ticket.event))
+
     def order(self, stream: Any) -> None:
         """See `OrdersStreams`; ``stream``: a torch.cuda.Stream."""
         with self._cuda.stream(stream):
@@ -100,7 +106,7 @@ class CudaTicket(Completion):
                 raise UsageError(CAPTURED)
         if not self._submitted.wait(SUBMITTED_S):
             raise TransferError(f"the copy was not submitted within {SUBMITTED_S} s")
-        if self.event is not None and not self.query():
+        if self.event is not None:
             stream.wait_event(self.event)
 
 
@@ -117,8 +123,18 @@ class TorchCudaStream(WorkerStream):
     def stop_watching(self) -> None:
         self._marks.put(None)
 
+    def submit_layers(self, works: Sequence[Work], waits: LayerWaits, hold: Callable[[End], None]) -> End:
+        for layer, work in enumerate(works):
+            ticket = self.submit(work)
+            hold(ticket)
+            end = waits.end(layer)
+            if isinstance(end, CudaTicket) and isinstance(ticket, CudaTicket):
+                end.stand_for(ticket)
+            waits.follow(layer, ticket)
+        return ticket
+
     def _make_ticket(self) -> CudaTicket:
-        return CudaTicket(self._cuda)
+        return self._device.make_end()
 
     def _run(self, work: Work, ticket: End) -> None:
         started_s = time.monotonic()

@@ -15,11 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import structlog
-
 from hicache_actors.errors import TransferError
-
-log = structlog.get_logger(__name__)
+from hicache_actors.runtime import bind_log
 
 CACHE: Final = "HICACHE_KERNEL_CACHE"
 """Environment: the folder of compiled kernels; default: hicache-actors/kernels in the user's cache folder."""
@@ -141,4 +138,4 @@ def _keep(path: Path, code: bytes) -> None:
             file.write(code)
         os.replace(file.name, path)
     except OSError as error:
-        log.warning("kernel_not_kept", path=str(path), error=str(error))
+        bind_log(part="device").warning("kernel_not_kept", path=str(path), error=str(error))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.words import Account, Committed, Failure, LoadResult, Shortfall, pack_slots
-from hicache_actors.cuda_ext.device import Event, Stream
+from hicache_actors.cuda_ext.device import Event
 from hicache_actors.errors import UsageError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.pipelines.job import OpenJob
@@ -85,8 +85,13 @@ class Load:
         self._jobs = tuple(loads.open.values())
         self._result: LoadResult | None = None
 
-    def stream_wait(self, layer: int, stream: Stream) -> None:
-        """What is submitted to ``stream`` from now on runs after ``layer`` has been loaded.  The caller does not block."""
+    def stream_wait(self, layer: int, stream: object) -> None:
+        """What is submitted to ``stream`` from now on runs after ``layer`` has been loaded.
+
+        ``stream``: one of a device, or of the engine: a torch.cuda.Stream or the number of a CUstream.  The caller blocks at most
+        until the copy has been handed to the GPU.  Raises `UsageError` while the stream is being captured in a CUDA graph:
+        capture piecewise, and call this between the pieces.
+        """
         for job in self._jobs:
             job.waits.stream_wait(layer, stream)
 

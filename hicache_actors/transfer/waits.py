@@ -6,12 +6,14 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from hicache_actors.cuda_ext.foreign import OrdersStreams
 from hicache_actors.errors import TransferError, UsageError
 from hicache_actors.transfer.completions import Completion, End, Ending, fired
 
 
+@runtime_checkable
 class WaitingStream(Protocol):
     """A stream of a device."""
 
@@ -69,12 +71,23 @@ class LayerWaits:
         """`set` the layer when ``ticket`` (of its last copy) ends, or `fail` with the ticket's error."""
         ticket.add_callback(functools.partial(self._copied, layer, ticket))
 
-    def stream_wait(self, layer: int, stream: WaitingStream) -> None:
-        """What is submitted to ``stream`` later runs after the layer.  Does not block.
+    def stream_wait(self, layer: int, stream: object) -> None:
+        """What is submitted to ``stream`` later runs after the layer.  ``stream``: one of a device, and of a GPU also the engine's
+        own, a torch.cuda.Stream or the number of a CUstream.
 
-        A failed load releases the stream too: the verdict of the load, not the stream, says that its results are void.
+        It does not block, but for a moment with a stream of the engine: until the copy has been handed to the GPU.  A failed load
+        releases the stream too: the verdict of the load, not the stream, says that its results are void.  Raises `UsageError`
+        for a stream that this device cannot make wait, or that is being captured in a CUDA graph.
         """
-        stream.wait_event(self._layers()[layer])
+        end = self._layers()[layer]
+        if isinstance(stream, WaitingStream) and hasattr(
+            stream, "submit"
+        ):  # torch's have a wait_event too, for events of torch
+            stream.wait_event(end)
+        elif isinstance(end, OrdersStreams):
+            end.order(stream)
+        else:
+            raise UsageError(f"the device cannot make {stream!r} wait: call wait(layer) on the forward thread")
 
     def wait(self, layer: int, timeout_s: float) -> bool:
         """Block a forward thread -> False on timeout (``error`` is None) or if the load has failed (``error`` says why).

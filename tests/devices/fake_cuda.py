@@ -17,6 +17,8 @@ class FakeCuda:
         self.held: set[int] = set()  #: priorities of streams whose events do not fire
         self.broken: Exception | None = None  #: what asking or waiting raises
         self.streams: list[FakeStream] = []
+        self.capturing: set[FakeStream] = set()
+        self._current: FakeStream | None = None
         self._changed = threading.Condition()
         outer = self
 
@@ -49,7 +51,12 @@ class FakeCuda:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        self._current, before = stream, self._current
         yield
+        self._current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._current in self.capturing
 
     def cudart(self) -> FakeCuda:
         return self

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from hicache_actors import cuda_ext
-from hicache_actors.cuda_ext import NativeCpuDevice, TorchCpuDevice, open_device
+from hicache_actors.cuda_ext import NativeCpuDevice, TorchCpuDevice, TorchCudaDevice, open_device
 from hicache_actors.cuda_ext.native.library import library
 from hicache_actors.errors import ConfigError
 
@@ -29,13 +30,27 @@ def test_without_the_native_library_python_copies_and_says_why() -> None:
     assert "TorchCpuDevice threads of Python (the native library is not in use: HICACHE_NATIVE=off) None" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:1", "tpu", ""])
+@pytest.mark.parametrize("name", ["cuda:0", "cuda:1", "cuda:x", "tpu", ""])
 def test_other_devices_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_device(name)
     assert caught.value.field == "device"
     assert caught.value.value == name
     assert "'cpu'" in caught.value.allowed
+
+
+def test_without_a_driver_for_native_code_torch_drives_the_gpu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("HICACHE_LIBCUDA", "/nowhere/libcuda.so.1")
+    device = open_device("cuda:1")
+    assert isinstance(device, TorchCudaDevice)
+    assert (device.name, device.kind) == ("cuda:1", "cuda")
+    shown = str(device.snapshot()["implementation"])
+    assert "no CUDA driver: /nowhere/libcuda.so.1" in shown or "native library is not in use" in shown
+    assert device.close(0.0)
+    with pytest.raises(ConfigError, match="sees 2 CUDA devices"):
+        open_device("cuda:2")
 
 
 def test_exports_are_lazy_and_complete() -> None:

@@ -12,9 +12,10 @@ from hicache_actors.cuda_ext.registration import pieces
 from hicache_actors.cuda_ext.torch_cuda import CudaTicket, TorchCudaDevice
 from hicache_actors.errors import TransferError, UsageError
 from hicache_actors.testing.device_contract import DeviceContract
-from hicache_actors.testing.kv_samples import Call, engine_tensors, host_memory
+from hicache_actors.testing.kv_samples import LAYERS, Call, engine_tensors, host_memory
 from hicache_actors.transfer.completions import fired
 from hicache_actors.transfer.plan import CopyPlan
+from hicache_actors.transfer.waits import LayerWaits
 
 from .fake_cuda import FakeCuda
 
@@ -110,14 +111,67 @@ def test_host_memory_is_registered_in_pieces_or_not_at_all() -> None:
     assert [*cuda.registered.values()] == [63 << 30, 63 << 30, nbytes - (126 << 30)]
     with pytest.raises(UsageError, match="registered already"):
         device.register(1 << 40, 4096, step_bytes=4096)
-    device.unregister(1 << 40)
-    device.unregister(1 << 40)
+    device.registrations.remove(1 << 40)
+    device.registrations.remove(1 << 40)
     assert not cuda.registered
     cuda.results = [0, 2]
     with pytest.raises(TransferError, match="cudaHostRegister on cuda:0 failed with CUDA error 2"):
         device.register(1 << 40, nbytes, step_bytes=3 << 30)
     assert not cuda.registered
     assert device.close(WAIT_S)
+
+
+def test_close_lets_go_of_host_memory_unless_something_may_still_touch_it() -> None:
+    cuda, device = opened()
+    device.register(1 << 40, 4096, step_bytes=4096)
+    assert device.close(WAIT_S)
+    assert not cuda.registered
+    cuda, device = opened()
+    device.register(1 << 40, 4096, step_bytes=4096)
+    cuda.hold(-1)
+    device.stream("load").record()
+    assert not device.close(0.1)
+    assert cuda.registered
+    cuda.let_go()
+
+
+def test_a_stream_of_the_engine_waits_for_a_layer_on_the_gpu() -> None:
+    cuda, device = opened()
+    kv = engine_tensors("contiguous")
+    plan = CopyPlan(host_memory(kv, "page_first_direct"), pack_slots([4]), kv, pack_slots([7]))
+    waits = LayerWaits(LAYERS, device.make_end)
+    engine = cuda.Stream(0, priority=7)
+    cuda.capturing.add(engine)
+    with pytest.raises(UsageError, match="capture piecewise"):
+        waits.stream_wait(0, engine)
+    cuda.capturing.clear()
+    cuda.hold(-1)
+    held: list[object] = []
+    works = [plan.work(range(layer, layer + 1)) for layer in plan.layers]
+    last = device.stream("load").submit_layers(works, waits, held.append)
+    for layer in plan.layers:
+        waits.stream_wait(layer, engine)
+        assert not waits.done(layer)
+    assert len(engine.waited_for) == len(held) == LAYERS
+    assert engine.waited_for[-1] is cast(CudaTicket, last).event
+    cuda.let_go()
+    assert all(waits.wait(layer, WAIT_S) for layer in plan.layers)
+    assert device.close(WAIT_S)
+
+
+def test_a_load_that_is_never_submitted_does_not_hold_the_engine() -> None:
+    cuda, device = opened()
+    waits = LayerWaits(LAYERS, device.make_end)
+    waits.fail(TransferError("planted"))
+    engine = cuda.Stream(0)
+    waits.stream_wait(0, engine)
+    assert engine.waited_for == []
+    assert device.close(WAIT_S)
+
+
+def test_a_device_without_a_gpu_says_how_else_to_wait() -> None:
+    with pytest.raises(UsageError, match=r"call wait\(layer\)"):
+        LayerWaits(1).stream_wait(0, FakeCuda().Stream(0))
 
 
 def test_no_thread_is_left_behind() -> None:
