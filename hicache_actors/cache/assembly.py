@@ -120,6 +120,8 @@ class Parts:
         await self.system.start(self.host_tier, self.device_tier, self.storage_tier)
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
             self._watchers.append(self.system.spawn("loop_lag", self.loop_lag.run))
+        if self.device.kind == "cuda":
+            await self.workers.run(self._register_memory)
         self._listener = self.device.listen()
         if self.disabled is not None:
             self.log.warning("cache_disabled", by=self.disabled)
@@ -169,6 +171,18 @@ class Parts:
             failure = error
         if self.link is not None:
             await self.link.agree_on_opening(failure, OPEN_DEADLINE_S)
+
+    def _register_memory(self) -> None:
+        """A GPU cannot reach what it has not been told of.  In a worker thread: it takes seconds for tens of GiB."""
+        try:
+            self.device.register(*self.memory.extent(), step_bytes=self.memory.layout.slot_bytes)
+        except TransferError as error:
+            raise ConfigError(
+                "host.pages",
+                self.memory.slots,
+                f"{self.memory.describe()} could not be registered with {self.device.name}: {error}",
+                fix="lower host.pages or host.size_gb, or raise the limit on locked memory (ulimit -l)",
+            ) from error
 
     async def _close_device(self, limit_s: float) -> bool:
         if self.device.kind == "sim":
