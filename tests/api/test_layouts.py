@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from hicache_actors import Config, HiCache, HostConfig, KVShape, KVTensors, ModelFacts, Prompt, Shortfall, StorageConfig
 from hicache_actors.backends.memory import MemoryBackend
@@ -113,6 +114,33 @@ async def test_other_layouts_store_other_objects(writer: HostLayout, reader: Hos
         storage = cache.snapshot().storage
         assert storage is not None
         assert (storage.corrupt_pages, storage.foreign_pages) == (0, 0)
+
+
+async def test_raw_objects_are_staged_as_well() -> None:
+    """SGLang's names and no header: its page of layers is K or V, layer, token, head, as a staging slot holds it."""
+    shape, store = SHAPES["mha"], MemoryBackend()
+    config = Config(
+        page_size=PAGE_TOKENS,
+        host=HostConfig(pages=24, layout="layer_first", header_bytes=0),
+        model=ModelFacts(model_id="bits", weights="v1"),
+        storage=StorageConfig(keys="raw", verify="off", prefetch_threshold_tokens=PAGE_TOKENS),
+    )
+    kv = KVTensors.make(shape, DEVICE_PAGES)
+    async with HiCache.open(config, kv, device=TorchCpuDevice(), backend=store) as cache:
+        wanted = await compute(cache, 1)
+        async with cache.acquire(asked(1)) as lease:
+            page = lease.pages[0]
+            flat = torch.stack([torch.stack([kv.layer(layer)[kind][page] for layer in range(3)]) for kind in range(2)])
+            first = as_bytes(flat)
+        await cache.drain(30.0)
+        await cache.reset()
+        assert await found(cache, 1) == (wanted, 0, ASKED_PAGES * PAGE_TOKENS)
+        await pools_whole(cache)
+        names = store.keys()
+        keys = [key async for key in names]
+    buffers = [memoryview(bytearray(shape.page_bytes)) for _ in keys]
+    assert list(await store.read(keys, buffers)) == [True] * ASKED_PAGES
+    assert first in [bytes(buffer) for buffer in buffers]
 
 
 async def test_staging_slots_are_booked_reported_and_shown() -> None:
