@@ -13,6 +13,7 @@ from hicache_actors.errors import PeerError, UsageError
 from hicache_actors.keys.scope import Scope
 from hicache_actors.ranks.intake import Intake
 from hicache_actors.ranks.intents import (
+    AdvanceEpoch,
     AnyTold,
     AskAcquire,
     AskDrained,
@@ -133,6 +134,14 @@ def test_another_policy_holds_on_all_ranks() -> None:
     assert two.leader.core.state_digest() == two.other.core.state_digest()
     with pytest.raises(PeerError, match="not an intake"):
         decode(encode(IntakeBatch(1, [SetEviction("random")])))  # type: ignore[arg-type]
+
+
+def test_other_weights_come_to_all_ranks_in_the_same_step() -> None:
+    two = Two()
+    two.post(AdvanceEpoch("v2"), lambda core: core.advance_epoch("v2"))
+    epochs = two.leader.core.epoch
+    two.step()
+    assert two.leader.core.epoch == two.other.core.epoch == epochs + 1
 
 
 def test_an_intake_is_applied_once_in_order() -> None:
