@@ -28,7 +28,7 @@ from transformers import (
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, StorageConfig
 from hicache_actors.backends.backend import Backend
 from hicache_actors.cache.assembly import DriverKind
-from hicache_actors.config import WritePolicy
+from hicache_actors.config import HostLayout, WritePolicy
 from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
 from hicache_actors.integrations.serving import (
     Replayed,
@@ -134,6 +134,7 @@ async def serving(
     backend: Backend | None = None,
     driver: DriverKind = "auto",
     write_policy: WritePolicy = "write_through",
+    layout: HostLayout = "page_first_direct",
     config: ServingConfig | None = None,
     recorder: ScheduleRecorder | None = None,
 ) -> AsyncIterator[Serving]:
@@ -142,7 +143,7 @@ async def serving(
         model=model_facts(model, model_id="random", weights="seed-7"),
         page_size=PAGE_SIZE,
         write_policy=write_policy,
-        host=HostConfig(pages=host_pages),
+        host=HostConfig(pages=host_pages, layout=layout),
         storage=StorageConfig(prefetch_threshold_tokens=PAGE_SIZE),
         close_timeout_s=2.0,
     )

@@ -8,6 +8,7 @@ import pytest
 
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.cache.assembly import DriverKind
+from hicache_actors.config import HostLayout
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingEngine
 from hicache_actors.keys.prompt import Prompt
 
@@ -30,12 +31,23 @@ async def evict(s: Serving, seed: int) -> None:
     await ask(s.engine, tokens(seed, 8 * s.served.kv.pages - 16), 8, f"other-{seed}")
 
 
+# A host of layers and one of whole pages store the same objects: the second life need not be the first one's kind.
+LIVES: list[tuple[HostLayout, HostLayout]] = [
+    ("page_first_direct", "page_first_direct"),
+    ("layer_first", "layer_first"),
+    ("layer_first", "page_first_direct"),
+]
+
+
+@pytest.mark.parametrize("layouts", LIVES)
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_reloaded_pages_give_the_bits_of_live_ones(family: str, tmp_path: Path) -> None:
+async def test_reloaded_pages_give_the_bits_of_live_ones(
+    family: str, layouts: tuple[HostLayout, HostLayout], tmp_path: Path
+) -> None:
     model, backend = model_of(family), MemoryBackend()
     first = tokens(1, 33)
     with ScheduleRecorder(tmp_path / "schedule") as record:  # of two lives on one store
-        async with serving(model, pages=16, backend=backend, recorder=record) as s:
+        async with serving(model, pages=16, backend=backend, recorder=record, layout=layouts[0]) as s:
             answer, account = await ask(s.engine, first, 8, "first")
             assert account == (0, 0, 0, 33)
             # 40 of these tokens have KV, five pages; the last one is computed in decoding: its page is found all the same
@@ -46,7 +58,7 @@ async def test_reloaded_pages_give_the_bits_of_live_ones(family: str, tmp_path: 
             reloaded, account = await ask(s.engine, second, 12, "host")
             assert account == (0, 40, 0, 6)
             await s.cache.stored(Prompt(second), 10.0)
-        async with serving(model, pages=16, backend=backend, recorder=record) as s:
+        async with serving(model, pages=16, backend=backend, recorder=record, layout=layouts[1]) as s:
             fetched, account = await ask(s.engine, second, 12, "storage")
             assert account == (0, 0, 40, 6)
     bits = computed(tmp_path / "schedule", "device")
