@@ -8,53 +8,46 @@ a call out of place (`UsageError`), a closed cache (`StoppedError`), or bad toke
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 import anyio
 import msgspec
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.cache.asking import Acquire, Asking
-from hicache_actors.cache.assembly import DriverKind, Parts, plan
+from hicache_actors.cache.assembly import DriverKind, Parts
 from hicache_actors.cache.block_verbs import BlockVerbs
-from hicache_actors.cache.event_verbs import EventVerbs
 from hicache_actors.cache.handles import Admission, Lease, Prefetch, check_rid
+from hicache_actors.cache.observing import ObservationVerbs
+from hicache_actors.cache.planning import plan
 from hicache_actors.cache.policy_verbs import PolicyVerbs
 from hicache_actors.cache.rank_verbs import RankVerbs
 from hicache_actors.cache.rooms import Room, WaitForRoom
-from hicache_actors.cache.shadow_mode import ShadowAdmission, ShadowSnapshot, cached_rid
+from hicache_actors.cache.shadow_mode import ShadowAdmission, cached_rid
 from hicache_actors.cache.storage_switch import StorageSwitch
 from hicache_actors.cache.weight_verbs import WeightVerbs
 from hicache_actors.config import Config
-from hicache_actors.core import Core, Usage
+from hicache_actors.core import Core
 from hicache_actors.core.config import SlotOwner
-from hicache_actors.core.explain import Explanation
 from hicache_actors.core.news import StepNews
-from hicache_actors.core.words import Match, Shortfall, Slots
+from hicache_actors.core.words import Match, Shortfall
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import HiCacheError, PeerError, StoppedError, TransferError
-from hicache_actors.events import EventsSnapshot
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.report import SizingReport
 from hicache_actors.pipelines.effects import Pipelines
-from hicache_actors.pipelines.flows import FlowSnapshot
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
-from hicache_actors.pipelines.observer import BatchKind, Observer
 from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.intents import AskDrained, AskStored, Reset
 from hicache_actors.ranks.transport import Transport
-from hicache_actors.runtime import HistogramSnapshot, SystemSnapshot, Workers, WorkersSnapshot
-from hicache_actors.tiers.device import DeviceSnapshot
-from hicache_actors.tiers.host import HostSnapshot
-from hicache_actors.tiers.storage import StorageSnapshot
+from hicache_actors.runtime import Workers
 
 T = TypeVar("T")
-State: TypeAlias = Literal["open", "degraded", "disabled", "closing", "closed"]
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -64,32 +57,7 @@ class Stored(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """What the cache is doing, at one instant.
-
-    ``counts``: decisions of Core by name, ``flows``: what has moved, by direction; both since the cache was opened.  ``loop_lag``:
-    how late the event loop has woken a sampler.  ``shadow``: None unless the cache runs in shadow mode.  ``events``: those who
-    listen to `HiCache.events`.
-    """
-
-    state: State
-    failure: str | None
-    page_size: int
-    core: Usage
-    counts: Mapping[str, int]
-    device: DeviceSnapshot
-    host: HostSnapshot
-    storage: StorageSnapshot | None
-    flows: Mapping[BatchKind, FlowSnapshot]
-    loop_lag: HistogramSnapshot
-    system: SystemSnapshot
-    workers: tuple[WorkersSnapshot, ...]
-    open_jobs: int
-    shadow: ShadowSnapshot | None
-    events: EventsSnapshot
-
-
-class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
+class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -314,63 +282,6 @@ class HiCache(BlockVerbs, EventVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
         self._check_open()
         self._check_switch("detach_storage")
         return await self._switch.detach(deadline_s)
-
-    # -- observation ---------------------------------------------------------------------------------------------------
-
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Tell ``observer`` of every batch that has moved and every commit -> a function that ends it."""
-        return self.movers.observe(observer)
-
-    def host_objects(self, slots: Slots) -> list[memoryview]:
-        """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots.
-
-        Raises `UsageError` under layer_first, where a page is no run of bytes.
-        """
-        return self._parts.host_tier.objects(slots)
-
-    def explain(self, prompt: Prompt) -> Explanation:
-        """Where each span of ``prompt`` is, or why it is nowhere (evicted when and for whom, another scope, ...); ``str()`` is for
-        people.  Changes nothing.  Core's owner thread, as for `match`; costs what the prompt's path costs.
-        """
-        self.driver.check_owner()
-        explanation = self.core.explain(prompt)
-        storage = self._parts.storage_tier.usage()
-        if storage is None or explanation.fetch_refused is not None:
-            return explanation
-        if any(lane.breaker.state == "open" for direction, lane in storage.lanes.items() if direction != "write"):
-            return msgspec.structs.replace(explanation, fetch_refused="breaker_open")
-        return explanation
-
-    @property
-    def state(self) -> State:
-        if self._closed:
-            return "closed"
-        if self._closing:
-            return "closing"
-        if self._parts.disabled is not None:
-            return "disabled"
-        return "degraded" if self.core.degraded or not self.driver.alive else "open"
-
-    def snapshot(self) -> Snapshot:
-        parts = self._parts
-        failure = self.driver.failure
-        return Snapshot(
-            state=self.state,
-            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
-            page_size=self.page_size,
-            core=self.core.usage(),
-            counts=dict(self.core.counts),
-            device=parts.device_tier.usage(),
-            host=parts.host_tier.usage(),
-            storage=parts.storage_tier.usage(),
-            flows=parts.movers.flows.snapshot(),
-            loop_lag=parts.loop_lag.snapshot(),
-            system=parts.system.snapshot(),
-            workers=(parts.workers.snapshot(), *parts.storage_tier.threads, parts.forward_workers.snapshot()),
-            open_jobs=parts.pipelines.open_jobs,
-            shadow=None if parts.shadow is None else parts.shadow.usage(),
-            events=parts.events.snapshot(),
-        )
 
     # -- for handles and tests -----------------------------------------------------------------------------------------
 

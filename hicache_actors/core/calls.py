@@ -144,6 +144,8 @@ class OperatorCalls:
         self._backlog.saving.end_backup()  # what this section wanted saved has the old name still
         self.reset()
         state.storage_epoch += 1
+        if state.residents.changes is not None:
+            state.residents.changes.cleared("storage")
         state.note(Note.WEIGHTS, state.storage_epoch, state.text(weights))
         state.effects.append(UseWeights(weights))
 

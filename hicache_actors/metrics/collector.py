@@ -14,7 +14,8 @@ from hicache_actors.metrics.table import Metric, Sample
 from hicache_actors.runtime import HistogramSnapshot
 
 if TYPE_CHECKING:
-    from hicache_actors.cache.api import HiCache, Snapshot
+    from hicache_actors.cache.api import HiCache
+    from hicache_actors.cache.snapshots import Snapshot
 
 WAIT_S: Final = 0.5  #: for the next section of a cache whose decisions belong to another thread
 _TRIES: Final = 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_actors.metrics.table import Metric, Sample, by, counter, gauge, histogram, one, tokens_by
 
 if TYPE_CHECKING:
-    from hicache_actors.cache.api import Snapshot
+    from hicache_actors.cache.snapshots import Snapshot
     from hicache_actors.tiers.storage import LaneSnapshot
 
 _PREFETCH_REFUSALS: Final = (

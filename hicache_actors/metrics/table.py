@@ -10,7 +10,7 @@ import msgspec
 from hicache_actors.runtime import HistogramSnapshot
 
 if TYPE_CHECKING:
-    from hicache_actors.cache.api import Snapshot
+    from hicache_actors.cache.snapshots import Snapshot
 
 Sample: TypeAlias = tuple[tuple[str, ...], "float | HistogramSnapshot"]
 """Values of the metric's labels, in their order, and the figure."""

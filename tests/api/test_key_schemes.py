@@ -89,7 +89,7 @@ async def test_chunks_are_copied_by_the_device_that_is_opened_by_default(anyio_b
 
 
 def test_unified_settings_that_do_not_fit_are_refused_at_start() -> None:
-    from hicache_actors.cache.assembly import plan
+    from hicache_actors.cache.planning import plan
 
     for storage, field in (({"head_group": 3}, "layout.head_group"), ({"tp_lcm_size": 4}, "storage.tp_lcm_size")):
         with pytest.raises(ConfigError) as caught:

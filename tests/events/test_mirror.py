@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from hicache_actors.core import CoreConfig
 from hicache_actors.core.changes import Changes
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.events import PagesRemoved, PagesStored, TiersCleared
 from hicache_actors.testing.twin_options import TwinOptions
 from hicache_actors.testing.twins import run_auto, run_twins
+from tests.core.kit import PAGE, Toks, answer
 from tests.events.kit import HeardCore
 
 SMALL: dict[str, Any] = {"device_pages": 40, "host_pages": 32, "check_every": 50, "operations": 150}
@@ -71,3 +73,17 @@ def test_a_hook_that_is_missing_is_noticed(hook: str, monkeypatch: pytest.Monkey
 def _some_runs() -> None:
     for seed in range(8):
         run_auto(TwinOptions(seed=seed, **SMALL), make_core=HeardCore)
+
+
+def test_with_other_weights_nothing_is_stored_any_more() -> None:
+    core = HeardCore(CoreConfig(PAGE, device_pages=16, host_pages=16))
+    lease = core.lease(prompt := Toks(range(3 * PAGE)), "r")
+    core.allocate(lease, len(prompt))
+    core.commit(lease, len(prompt))
+    core.release(lease)
+    while core.needs_step:
+        answer(core)
+    assert len(core.directory.pages["storage"]) == 3
+    core.advance_epoch("others")
+    core.take_effects()
+    assert not any(core.directory.pages.values())
