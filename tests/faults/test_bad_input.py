@@ -16,7 +16,7 @@ from hicache_actors import Config, ConfigError, HiCache, Shortfall, UsageError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.config import DeviceConfig, HostConfig, ModelFacts, ShapeConfig
 from hicache_actors.core.words import Match
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.cuda_ext import open_cpu_device
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.shapes import KVShape
@@ -207,7 +207,7 @@ async def test_a_lease_beside_a_pending_acquire_of_its_name_harms_nobody() -> No
 
 async def test_tensors_that_do_not_fit_are_refused() -> None:
     other = KVTensors.make(KVShape(layers=3, kv=2, heads=2, head_dim=4, dtype="float32", page_size=8), 4)
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     with pytest.raises(ConfigError, match="page_size"):
         async with HiCache.open(small_config(), other, device=device):
             raise AssertionError("not reached")

@@ -25,7 +25,7 @@ from hicache_actors import (
     StorageConfig,
     TransferError,
 )
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.cuda_ext import ControlledDevice, open_cpu_device
 from hicache_actors.integrations.transformers import LoadFailed, PagedCache, PagedModel, kv_shape_of, model_facts
 from hicache_actors.testing.shadow import Digest, ShadowStore
 
@@ -116,11 +116,11 @@ class Setting:
         )
 
     @asynccontextmanager
-    async def life(self, pages: int = 8) -> AsyncIterator[tuple[HiCache, PagedModel, TorchCpuDevice]]:
+    async def life(self, pages: int = 8) -> AsyncIterator[tuple[HiCache, PagedModel, ControlledDevice[Any]]]:
         """A cache that is empty but for what is stored."""
         kv = KVTensors.make(kv_shape_of(self.model, page_size=PAGE_SIZE), pages)
         engine = PagedModel(self.model, kv, capacity_tokens=128)
-        device = TorchCpuDevice()
+        device = open_cpu_device()
         async with HiCache.open(self.config, kv, device=device) as cache:
             cache.observe(self.shadow.watch(kv))
             yield cache, engine, device

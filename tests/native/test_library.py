@@ -50,12 +50,12 @@ def test_another_layout_of_a_struct_is_refused(built: Path, monkeypatch: pytest.
     class Grown(ctypes.Structure):
         _fields_ = (*structs.Size._fields_, ("more", ctypes.c_uint64))
 
-    monkeypatch.setitem(loading.STRUCTS, "hic_size", Grown)
+    monkeypatch.setitem(structs.STRUCTS, "hic_size", Grown)
     found, reason = loading._find(str(built))
     assert found is None
     assert "lays out hic_size in 16 bytes, this package in 24: install the package again" in reason
 
 
 def test_a_struct_that_the_library_lacks_is_refused(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loading.STRUCTS, "hic_zzz", structs.Size)
+    monkeypatch.setitem(structs.STRUCTS, "hic_zzz", structs.Size)
     assert loading._find(str(built))[1].startswith(f"{built.name} lays out hic_zzz in None bytes, this package in 16")

@@ -20,7 +20,7 @@ from hicache_actors.backends.wrappers import Fault, Faulty, Hanging, Slow, Verb,
 from hicache_actors.cache.api import HiCache
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.cuda_ext import open_cpu_device
 from hicache_actors.errors import BackendError, ConfigError, PeerError, TransferError, UsageError
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.ranks import StepDriver
@@ -180,7 +180,7 @@ async def open_rank(
     shape = msgspec.structs.replace(SHAPE, heads=heads) if heads != SHAPE.heads else SHAPE
     kv = KVTensors.make(shape, device_pages)
     async with HiCache.open(
-        small_config(**settings), kv, device=TorchCpuDevice(), backend=backend, driver="step", ranks=group
+        small_config(**settings), kv, device=open_cpu_device(), backend=backend, driver="step", ranks=group
     ) as cache:
         yield cache
 
@@ -467,7 +467,7 @@ async def traffic(
     mine = trouble if trouble.rank == rank else Trouble(rank)
     store = Slow(MemoryBackend(), mine.slow_store_s, jitter_s=mine.slow_store_s, seed=rank)
     rates: dict[tuple[Verb, Any], float] = {("read", Fault.MISS): mine.miss, ("write", Fault.FAIL): mine.miss}
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     device.throttle(latency_s=mine.slow_device_s)
     if mine.fail_copies:
         device.fail_next(TransferError("injected"), works=mine.fail_copies)

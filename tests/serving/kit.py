@@ -29,7 +29,7 @@ from hicache_actors import Config, HiCache, HostConfig, KVTensors, StorageConfig
 from hicache_actors.backends.backend import Backend
 from hicache_actors.cache.assembly import DriverKind
 from hicache_actors.config import HostLayout, WritePolicy
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.cuda_ext import ControlledDevice, open_cpu_device
 from hicache_actors.integrations.serving import (
     Replayed,
     ScheduleRecorder,
@@ -111,7 +111,7 @@ class Serving(NamedTuple):
     cache: HiCache
     served: ServedModel
     engine: ServingEngine
-    device: TorchCpuDevice
+    device: ControlledDevice[Any]
 
 
 @contextmanager
@@ -149,7 +149,7 @@ async def serving(
     )
     kv = KVTensors.make(kv_shape_of(model, page_size=PAGE_SIZE), pages)
     served = ServedModel(model, kv)
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     try:
         async with HiCache.open(settings, kv, driver=driver, device=device, backend=backend) as cache:
             async with ServingEngine.open(cache, served, config or ServingConfig(), recorder=recorder) as engine:

@@ -20,7 +20,7 @@ from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Wrapper
 from hicache_actors.cache.assembly import DriverKind
-from hicache_actors.cuda_ext.torch_cpu import TorchCpuDevice
+from hicache_actors.cuda_ext import ControlledDevice
 from hicache_actors.integrations.serving import Generation, ScheduleRecorder, ServingConfig, ServingEngine
 
 from .kit import model_of, replayed, serving, tokens
@@ -32,7 +32,7 @@ MIB = 1 << 20
 class Load:
     """``CHATS`` chats of up to four turns on shared system prompts, until ``requests`` have been made; every second is aborted."""
 
-    def __init__(self, engine: ServingEngine, device: TorchCpuDevice, requests: int, seed: int) -> None:
+    def __init__(self, engine: ServingEngine, device: ControlledDevice[Any], requests: int, seed: int) -> None:
         self.engine, self.device = engine, device
         self.texts: dict[str, list[int]] = {}
         self.made = self.aborted = 0

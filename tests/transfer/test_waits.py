@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from hicache_actors.core.words import pack_slots
-from hicache_actors.cuda_ext import TorchCpuDevice
+from hicache_actors.cuda_ext import open_cpu_device
 from hicache_actors.errors import TransferError, UsageError
 from hicache_actors.testing.kv_samples import LAYERS, Call, as_bytes, engine_tensors, host_memory
 from hicache_actors.transfer.completions import Completion, fired
@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 def test_a_forward_thread_goes_on_layer_by_layer() -> None:
     """The forward pass reads layer k after its copy, while the copies of later layers stand at the gate."""
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     kv = engine_tensors("page_major")
     host = host_memory(kv, "page_first")
     plan = CopyPlan(host, pack_slots([4, 1]), kv, pack_slots([7, 3]))
@@ -50,7 +50,7 @@ def test_a_forward_thread_goes_on_layer_by_layer() -> None:
 
 
 def test_a_failed_copy_releases_every_thread() -> None:
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     error = TransferError("planted")
     device.fail_next(error, after=1)
     waits = LayerWaits(4)
@@ -77,7 +77,7 @@ def test_a_failed_copy_releases_every_thread() -> None:
 
 
 async def test_stream_thread_and_loop_wait_for_the_same_layer() -> None:
-    device = TorchCpuDevice()
+    device = open_cpu_device()
     waits = LayerWaits(2)
     gate = device.gate("load")
     for layer in range(2):
