@@ -7,8 +7,10 @@ import mmap
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_128
 
 from hicache_actors.backends.objects import (
+    FIELDS,
     FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
@@ -55,6 +57,28 @@ def test_the_golden_header() -> None:
     assert int.from_bytes(object[72:80], "little") == len(PAYLOAD)
     assert object[80:4080] == bytes(4000)
     assert object[4080:4096].hex() == "514127c7542255f430a57f304be4dfb8"
+
+
+def test_the_fields_lie_one_behind_the_other_and_hold_what_they_say() -> None:
+    """The table that docs/storage-format.md is made of, against a sealed object."""
+    ends = [field.offset + field.n_bytes for field in FIELDS]
+    assert [field.offset for field in FIELDS] == [0, *ends[:-1]]
+    assert ends[-1] == HEADER_BYTES
+    object = bytes(sealed(chunk=5))
+    found = {
+        field.name: object[field.offset : field.offset + field.n_bytes] for field in FIELDS if field.name != "reserved"
+    }
+    assert found.pop("checksum") == xxh3_128(object[: HEADER_BYTES - 16] + object[HEADER_BYTES:]).digest()
+    assert found == {
+        "magic": MAGIC,
+        "version": FORMAT_VERSION.to_bytes(2, "little"),
+        "namespace": OURS,
+        "page hash": HASH,
+        "chunk": (5).to_bytes(8, "little"),
+        "payload length": len(PAYLOAD).to_bytes(8, "little"),
+    }
+    reserved = [field for field in FIELDS if field.name == "reserved"]
+    assert all(not any(object[field.offset : field.offset + field.n_bytes]) for field in reserved)
 
 
 @given(st.integers(0, 8 * (HEADER_BYTES + len(PAYLOAD)) - 1))

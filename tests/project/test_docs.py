@@ -37,6 +37,14 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert page == CONFIGURATION.rewrite(page), "run: python docs/configuration_table.py"
 
 
+FORMAT = _load(ROOT / "docs" / "storage_format_table.py")
+
+
+def test_the_page_on_the_storage_format_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "storage-format.md").read_text()
+    assert page == FORMAT.rewrite(page), "run: python docs/storage_format_table.py"
+
+
 def test_the_table_of_defaults_in_the_readme_is_right() -> None:
     section = README.split("## Defaults")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE))
