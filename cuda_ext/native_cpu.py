@@ -21,11 +21,11 @@ from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.cuda_ext.native.copies import plans
 from hicache_actors.cuda_ext.native.events import ERRORS
 from hicache_actors.cuda_ext.native.library import loaded
-from hicache_actors.cuda_ext.native.loops import LoopRing
+from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.streams import CALL, EXTERNAL, RECORD, WAIT, Faults, RawStream
 from hicache_actors.cuda_ext.native.structs import CallCopies, Op, Plan
-from hicache_actors.cuda_ext.native.teller import DeviceTeller
-from hicache_actors.cuda_ext.native.tickets import NativeTicket
+from hicache_actors.cuda_ext.teller import DeviceTeller
+from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.errors import HiCacheError, StoppedError, TransferError, UsageError
 from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.completions import End, has_fired

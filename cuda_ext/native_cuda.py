@@ -21,9 +21,9 @@ from hicache_actors.cuda_ext.foreign import CAPTURED, SUBMITTED_S, event_handle,
 from hicache_actors.cuda_ext.native.copies import plans
 from hicache_actors.cuda_ext.native.driver import Engine, How, LostError, Mark, Notice, RawCuda, RawCudaStream
 from hicache_actors.cuda_ext.native.images import image
-from hicache_actors.cuda_ext.native.loops import LoopRing
-from hicache_actors.cuda_ext.native.teller import DeviceTeller
-from hicache_actors.cuda_ext.native.tickets import NativeTicket
+from hicache_actors.cuda_ext.loop_ring import LoopRing
+from hicache_actors.cuda_ext.teller import DeviceTeller
+from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.cuda_ext.registration import Registrations
 from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
 from hicache_actors.errors import TransferError, UsageError

@@ -7,6 +7,7 @@ would do is done in Python.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache_actors.cuda_ext.native.structs import ABI_VERSION, STRUCTS, Size
-from hicache_actors.runtime import bind_log
 
 SWITCH: Final = "HICACHE_NATIVE"
 """Environment: ``off`` leaves the library alone; a path names another build of it (with a sanitizer, say)."""
@@ -79,7 +79,7 @@ def _load() -> tuple[Library | None, str]:
         if _state is None:
             _state = _find(os.environ.get(SWITCH, ""))
             if _state[0] is None and os.environ.get(SWITCH, "").lower() != "off":
-                bind_log(part="device").warning("native_library_not_used", reason=_state[1])
+                logging.getLogger("hicache_actors").warning("the native library is not in use: %s", _state[1])
         return _state
 
 

@@ -13,12 +13,12 @@ from typing import Any, Final, TypeVar
 from hicache_actors.bench.figures import Figure, Figures, spread
 from hicache_actors.bench.progress import Progress
 from hicache_actors.core.words import pack_slots
+from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.library import library, loaded, why_not
-from hicache_actors.cuda_ext.native.loops import LoopRing
 from hicache_actors.cuda_ext.native.streams import CALL
 from hicache_actors.cuda_ext.native.structs import Op
-from hicache_actors.cuda_ext.native.tickets import NativeTicket
 from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice, NativeStream
+from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.errors import ConfigError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hicache_actors.cuda_ext import NativeCpuDevice, TorchCpuDevice
+from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.library import library, why_not
-from hicache_actors.cuda_ext.native.loops import LoopRing
 from hicache_actors.testing.device_contract import DeviceContract
 from hicache_actors.testing.sim_device import SimDevice
 

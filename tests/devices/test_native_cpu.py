@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hicache_actors.core.words import pack_slots
+from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.library import library, why_not
-from hicache_actors.cuda_ext.native.loops import LoopRing
 from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice
 from hicache_actors.errors import StoppedError, TransferError
 from hicache_actors.memory.host import HostMemory

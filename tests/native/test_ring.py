@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from hicache_actors.cuda_ext.loop_ring import LoopRing, ring_of
 from hicache_actors.cuda_ext.native.events import events
 from hicache_actors.cuda_ext.native.library import library, why_not
-from hicache_actors.cuda_ext.native.loops import LoopRing, ring_of
 from hicache_actors.cuda_ext.native.ring import Ring
 from hicache_actors.cuda_ext.native_cpu import NativeCpuDevice
 from hicache_actors.errors import StoppedError

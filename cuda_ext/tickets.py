@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from hicache_actors.cuda_ext.loop_ring import ring_of
 from hicache_actors.cuda_ext.native.events import ERRORS, Event, events
-from hicache_actors.cuda_ext.native.loops import ring_of
 from hicache_actors.errors import TransferError
 from hicache_actors.transfer.completions import End, call
 

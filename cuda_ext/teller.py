@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hicache_actors.cuda_ext.native.ring import Ring
-from hicache_actors.cuda_ext.native.tickets import NativeTicket
+from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.transfer.completions import POLL_S, call, has_fired, notify
 
 WATCH_S: Final = 1.0
