@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -73,7 +73,10 @@ class FileBackend(Backend):
         self._workers = workers
         self._executor = _Lent(workers)
         self._known = Known(self.options.metadata_ttl_s)
-        self._read_as: dict[str, Identity] = {}  # the files that were read last, should they turn out to be bad
+        self._read_as: deque[Mapping[str, Identity]] = (
+            deque()
+        )  # what was read last, a batch each, should it turn out to be bad
+        self._n_read_as = 0
         self._next_check_s = 0.0
         self._counts: Counter[str] = Counter()
         self._last_error = ""
@@ -170,7 +173,7 @@ class FileBackend(Backend):
         """Only the very file that was read last under ``key``, if one was: not a good one that has taken its place."""
         self._known.discard([key])
         with self._errors("quarantine"):
-            moved = await self._admin(self._folder.quarantine, key, self._read_as.get(key))
+            moved = await self._admin(self._folder.quarantine, key, self._as_read(key))
         self._counts["quarantined"] += moved
         return moved
 
@@ -290,11 +293,14 @@ class FileBackend(Backend):
         )  # fmt: skip
 
     def _remember(self, identities: Mapping[str, Identity]) -> None:
-        for key, identity in identities.items():
-            self._read_as.pop(key, None)  # the order is that of reading
-            self._read_as[key] = identity
-        while len(self._read_as) > _KEEP_IDENTITIES:
-            del self._read_as[next(iter(self._read_as))]
+        self._read_as.append(identities)
+        self._n_read_as += len(identities)
+        while self._n_read_as > _KEEP_IDENTITIES and len(self._read_as) > 1:
+            self._n_read_as -= len(self._read_as.popleft())
+
+    def _as_read(self, key: str) -> Identity | None:
+        """Which file was read last under ``key``."""
+        return next((batch[key] for batch in reversed(self._read_as) if key in batch), None)
 
     def _count_torn(self, n_objects: int) -> None:
         self._counts["torn"] += n_objects

@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 
-from hicache_actors.backends.objects import Expected, Verdict, verdict_of
+from hicache_actors.backends.objects import Expected, Verdict, verdicts_of
 from hicache_actors.backends.posix import Publisher
 from hicache_actors.backends.shards import Identity
 from hicache_actors.cuda_ext.native import files as native
@@ -26,50 +26,69 @@ FAILED: Final = native.READ_FAILED
 # Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NOBODY: Final = Identity(0, 0)
 _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
-class FileRead(NamedTuple):
-    """``length`` read, or MISSING, TORN, FAILED; ``identity`` of what was read, or is torn; ``error`` of what FAILED; and the
-    ``verdict`` on what was read, if something was expected."""
+class FilesRead(NamedTuple):
+    """By position: ``lengths`` read, or MISSING, TORN, FAILED; ``identities`` of what was read, or is torn; ``errors`` of what
+    FAILED; ``verdicts`` on what was read, None on all else and if nothing was expected."""
 
-    length: int
-    identity: Identity | None
-    error: OSError | None
-    verdict: Verdict | None = None
+    lengths: list[int]
+    identities: list[Identity]
+    errors: dict[int, OSError]
+    verdicts: list[Verdict | None]
+
+
+def is_native() -> bool:
+    """Whether batches leave the interpreter alone."""
+    return native.files() is not None
 
 
 def read_files(
     paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float, expected: Expected | None = None
-) -> list[FileRead]:
+) -> FilesRead:
     """Fill each buffer with a file of exactly its length, and judge it if it should be something.
 
     A file with an older mtime than ``touch_before_s`` is touched.
     """
     library = native.files()
     if library is None:
-        reads = [_read(path, buffer, touch_before_s) for path, buffer in zip(paths, buffers, strict=True)]
-        if expected is None:
-            return reads
-        verdicts = expected.verify(buffers)  # of what was not read in vain
-        return [
-            read._replace(verdict=verdict) if read.length >= 0 else read
-            for read, verdict in zip(reads, verdicts, strict=True)
-        ]
-    names = None if expected is None else expected.names()
-    batch = native.Reads(library, paths, buffers, int(touch_before_s * 1e9), names)
+        return _read_one_by_one(paths, buffers, touch_before_s, expected)
+    batch = native.Reads(
+        library, paths, buffers, int(touch_before_s * 1e9), None if expected is None else expected.names()
+    )
     batch.run()
-    return [
-        FileRead(
-            outcome,
-            Identity(*identity) if outcome >= 0 or outcome == TORN else None,
-            _error(code, path) if outcome == FAILED else None,
-            verdict_of(verdict) if names is not None and outcome >= 0 else None,
-        )
-        for path, outcome, identity, code, verdict in zip(
-            paths, batch.outcomes, batch.identities, batch.errors, batch.verdicts, strict=True
-        )
-    ]
+    lengths = batch.outcomes
+    verdicts: list[Verdict | None] = [None] * len(paths)
+    if expected is not None:
+        verdicts = [*verdicts_of(batch.verdicts)]
+    errors: dict[int, OSError] = {}
+    if min(lengths, default=0) < 0:
+        verdicts = [verdict if length >= 0 else None for length, verdict in zip(lengths, verdicts, strict=True)]
+        codes = batch.errors
+        errors = {at: _error(codes[at], paths[at]) for at, length in enumerate(lengths) if length == FAILED}
+    return FilesRead(lengths, [*map(Identity._make, batch.identities)], errors, verdicts)
+
+
+def _read_one_by_one(
+    paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float, expected: Expected | None
+) -> FilesRead:
+    read = FilesRead([], [], {}, [None] * len(paths))
+    for at, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
+        length, identity = FAILED, _NOBODY
+        try:
+            length, identity = _read(path, buffer, touch_before_s)
+        except OSError as error:
+            read.errors[at] = error
+        read.lengths.append(length)
+        read.identities.append(identity)
+    if expected is not None:
+        judged = expected.verify(buffers)  # of what was not read in vain
+        read.verdicts[:] = [
+            verdict if length >= 0 else None for length, verdict in zip(read.lengths, judged, strict=True)
+        ]
+    return read
 
 
 def count_leading(paths: Sequence[bytes]) -> int:
@@ -207,33 +226,31 @@ def _publish(file: NewFile, publisher: Publisher) -> Outcome:
         return Made.FAILED, error
 
 
-def _read(path: bytes, buffer: memoryview, touch_before_s: float) -> FileRead:
+def _read(path: bytes, buffer: memoryview, touch_before_s: float) -> tuple[int, Identity]:
     try:
         fd = os.open(path, _READ)
     except FileNotFoundError:
-        return FileRead(MISSING, None, None)
+        return MISSING, _NOBODY
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            return FileRead(MISSING, None, None)  # a link or a socket: not ours
-        return FileRead(FAILED, None, error)
+            return MISSING, _NOBODY  # a link or a socket: not ours
+        raise
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return FileRead(MISSING, None, None)  # not ours
+            return MISSING, _NOBODY  # not ours
         length = len(buffer)
         if found.st_size != length:
-            return FileRead(TORN, identity_of(found), None)
+            return TORN, identity_of(found)
         done = os.readv(fd, (buffer,))
         while done < length:
             n_bytes = os.readv(fd, (buffer[done:],))
             if n_bytes == 0:
-                return FileRead(TORN, identity_of(found), None)  # cut off while we read
+                return TORN, identity_of(found)  # cut off while we read
             done += n_bytes
         if found.st_mtime < touch_before_s:
             found = touch(fd) or found
-        return FileRead(done, identity_of(found), None)
-    except OSError as error:
-        return FileRead(FAILED, None, error)
+        return done, identity_of(found)
     finally:
         os.close(fd)
 

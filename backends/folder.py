@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ from hicache_actors.backends.file_batches import (
     Outcome,
     count_leading,
     identity_of,
+    is_native,
     make_file,
     read_files,
     touch,
@@ -50,6 +52,7 @@ QUARANTINE_KEEP: Final = 64
 TOUCH_AFTER_S: Final = 10
 """An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
 
+_KEEP_PATHS: Final = 16_384
 _WORTH_HELP_BYTES: Final = 1 << 20
 
 T = TypeVar("T")
@@ -81,8 +84,10 @@ class Folder:
         self._quarantine = os.fsencode(os.path.join(root, "quarantine"))
         self._instance = self.ledger.instance.encode()
         self._publisher = Publisher()
-        self._turns = Turns()
+        self._turns = Turns(lambda: not is_native())
         self._numbers = count()
+        # An object is looked for before it is read, and its path takes longer to make than the file to open.
+        self._find = lru_cache(_KEEP_PATHS)(self._place_of)
 
     def open(self) -> None:
         """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
@@ -223,7 +228,7 @@ class Folder:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _find(self, key: str) -> tuple[int, bytes]:
+    def _place_of(self, key: str) -> tuple[int, bytes]:
         """Row and path of an object.  Paths are bytes: what is encoded once need not be encoded by every call."""
         if not is_key(key):
             raise BackendError(
@@ -240,24 +245,20 @@ class Folder:
         expected: Expected | None,
         touch_before_s: float,
     ) -> Found:
-        lengths: list[int] = []
+        read = read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected)
+        if min(read.lengths, default=0) >= 0:
+            return Found(read.lengths, dict(zip(keys, read.identities, strict=True)), None, read.verdicts)
         identities: dict[str, Identity] = {}
-        last_error: OSError | None = None
-        paths = [self._find(key)[1] for key in keys]
-        verdicts: list[Verdict | None] = []
-        reads = read_files(paths, buffers, touch_before_s, expected)
-        for key, (length, identity, error, verdict) in zip(keys, reads, strict=True):
-            if length == TORN:
+        for at, (key, identity) in enumerate(zip(keys, read.identities, strict=True)):
+            if read.lengths[at] >= 0:
+                identities[key] = identity
+            elif read.lengths[at] == TORN:
                 try:
                     self.quarantine(key, identity)
                 except OSError as caught:
-                    length, error = FAILED, caught
-            elif identity is not None:
-                identities[key] = identity
-            last_error = error or last_error
-            lengths.append(length)
-            verdicts.append(verdict)
-        return Found(lengths, identities, last_error, verdicts)
+                    read.lengths[at], read.errors[at] = FAILED, caught
+        last_error = read.errors[max(read.errors)] if read.errors else None
+        return Found(read.lengths, identities, last_error, read.verdicts)
 
     def _folder_of(self, row: int) -> bytes:
         return self._quarantine if row == QUARANTINE else self._shards[row]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_128
@@ -63,9 +63,9 @@ class Verdict(enum.Enum):
 _BY_CODE: Final = (Verdict.OK, Verdict.FOREIGN, Verdict.CORRUPT, Verdict.EMPTY)  # as capi/digest.h numbers them
 
 
-def verdict_of(code: int) -> Verdict:
-    """Of the native library's code."""
-    return _BY_CODE[code]
+def verdicts_of(codes: Iterable[int]) -> list[Verdict]:
+    """Of the native library's codes."""
+    return [*map(_BY_CODE.__getitem__, codes)]
 
 
 class Expected(NamedTuple):
@@ -156,7 +156,7 @@ def verify_many(
     library = native.digests()
     if library is not None and len(objects) == len(page_hashes) * len(chunks):
         names = Expected(namespace, page_hashes, chunks, checksums).names()
-        return [_BY_CODE[code] for code in library.verify(objects, names)]
+        return verdicts_of(library.verify(objects, names))
     verdicts: list[Verdict] = []
     whole = True
     for at, (object, (page_hash, chunk)) in enumerate(zip(objects, _names(page_hashes, chunks), strict=True)):

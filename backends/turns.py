@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,16 +21,20 @@ _MEMORY_S: Final = 0.0002  # reading a small object from memory takes a fifth of
 
 
 class Turns:
-    """Any thread.  Nobody waits for long: behind a read that hangs, others go on beside it."""
+    """Any thread.  Nobody waits for long: behind a read that hangs, others go on beside it.
 
-    def __init__(self) -> None:
+    ``needed``: whether threads are in each other's way at all; where batches leave the interpreter alone they are not.
+    """
+
+    def __init__(self, needed: Callable[[], bool] = lambda: True) -> None:
+        self._needed = needed
         self._lock = threading.Lock()
         self._one_by_one = False
 
     @contextmanager
     def turn(self, n_objects: int, object_bytes: int) -> Iterator[None]:
         """Around the read of a batch."""
-        if object_bytes > _SMALL_BYTES:
+        if object_bytes > _SMALL_BYTES or not self._needed():
             yield
             return
         alone = self._one_by_one and self._lock.acquire(timeout=_PATIENCE_S)

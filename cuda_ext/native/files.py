@@ -59,7 +59,8 @@ class Reads:
 
     @property
     def identities(self) -> list[tuple[int, int]]:
-        return [(found.mtime_ns, found.inode) for found in self._identities]
+        flat = memoryview(self._identities).cast("B")
+        return [*zip(flat.cast("q")[::2].tolist(), flat.cast("Q")[1::2].tolist(), strict=True)]
 
     @property
     def errors(self) -> list[int]:

@@ -421,7 +421,8 @@ async def test_what_is_known_is_bounded(opened: Open, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hicache_actors.backends.file._KEEP_IDENTITIES", 6)
     backend = await opened(options="metadata_ttl_s=never")
     await store(backend, KEYS)
-    await fetch(backend, KEYS)
+    await fetch(backend, KEYS[:4])
+    await fetch(backend, KEYS[4:])
     assert len(backend._known) == 6
-    assert list(backend._read_as) == KEYS[4:]
+    assert [key for batch in backend._read_as for key in batch] == KEYS[4:]
     assert await backend.exists(KEYS) == 10
