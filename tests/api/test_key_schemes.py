@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import struct
@@ -9,11 +11,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 import torch
 
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, ModelFacts
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.memory import MemoryBackend
+from hicache_actors.backends.wrappers import Hanging, Wrapper
+from hicache_actors.command import cli
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.errors import ConfigError, UsageError
 from hicache_actors.testing.engines import LoopEngine
@@ -189,3 +196,64 @@ async def test_an_update_without_a_name_gets_one_that_nobody_has(anyio_backend: 
         assert all(re.fullmatch(r"v1\+[0-9a-f]{16}", name) for name in names)
         with pytest.raises(ConfigError):
             await small.cache.advance_epoch(" ")
+
+
+class _Slow(Wrapper):
+    """Opens when it is told to."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def open(self) -> None:
+        self.asked.set()
+        await self.may.wait()
+        await super().open()
+
+
+@LOOPS
+async def test_weights_that_change_while_a_store_is_opened_are_those_it_gets(anyio_backend: object) -> None:
+    async with open_small(host_pages=32) as small:
+        store = _Slow(MemoryBackend())
+        attaching = asyncio.ensure_future(small.cache.attach_storage(store))
+        await store.asked.wait()
+        await small.cache.advance_epoch("v5")
+        store.may.set()
+        await attaching
+        assert small.store.keys.namespace.weights == "v5"
+
+
+@THREADS
+async def test_what_is_under_way_to_the_store_keeps_its_old_name(anyio_backend: object) -> None:
+    """A backup that is being written when the weights change must not file old pages under the new name."""
+    inner = MemoryBackend()
+    hanging = Hanging(inner, ("write",))
+    async with open_small(backend=hanging, host_pages=32) as small:
+        old = small.store.keys
+        await small.engine.answer(prompt(4))
+        with anyio.fail_after(10):
+            while not hanging.hung:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        await small.cache.advance_epoch("v2")
+        hanging.release()
+        assert await small.cache.drain(10.0) == 0
+        hashes = prompt(4).page_hashes(PAGE_SIZE, 4)
+        with anyio.fail_after(10):
+            while await inner.exists(old.keys(hashes)) < 4:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        assert await inner.exists(small.store.keys.keys(hashes)) == 0
+        small.model.weights = 2
+        assert (await small.engine.answer(prompt(4))).account.computed == len(prompt(4))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_plan_counts_the_headers_of_all_chunks(tp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text(
+        '[host]\nlayout = "page_unified"\npages = 100\n[storage]\nkeys = "unified"\ntp_lcm_size = 4\nlayer_partition = 8\n'
+    )
+    shape = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tp", str(tp)]
+    assert cli.main(["plan", "--config", str(file), *shape, "--device-gb", "4", "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["tiers"]["host"]
+    chunks = 4 * 4 // tp
+    assert host["header_bytes"] == 100 * chunks * 4096

@@ -72,7 +72,7 @@ def test_b067_contents_behind_equal_placeholders_have_names_of_their_own() -> No
     """Given 100,000 pictures behind the same text, each placeholder token replaced by 64 bits of the picture's digest.
     When their pages are named.
     Then no two names are equal, nor those of two digests that end alike."""
-    names = set()
+    names: set[bytes] = set()
     for number in range(100_000):
         content = (number * 0x9E3779B97F4A7C15 + 1) % 2**63
         names.update(Prompt([7, content, 8, 9]).page_hashes(4, 1))
