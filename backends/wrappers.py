@@ -36,6 +36,9 @@ class Wrapper(Backend):
     async def open(self) -> None:
         await self.inner.open()
 
+    async def register_memory(self, memory: memoryview) -> None:
+        await self.inner.register_memory(memory)
+
     async def close(self) -> None:
         await self.inner.close()
 

@@ -77,6 +77,11 @@ class HostMemory:
             raise StoppedError("the host memory is closed")
         return np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data, self.nbytes
 
+    @property
+    def objects_memory(self) -> memoryview | None:
+        """All that `objects` are slices of; None if pages are no runs, and after `close`."""
+        return self._bytes
+
     def object(self, slot: int) -> memoryview:
         """Header and payload of a slot, writable; of several chunks, one behind the other.
 

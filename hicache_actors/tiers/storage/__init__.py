@@ -1,11 +1,11 @@
 """The storage tier: the actor, the store that is attached, and what keeps a bad store from doing harm.
 
 ``tier`` (the actor) owns ``store`` (a backend, and the jobs about it), whose ``calls`` go through a ``lane`` for each direction,
-with a ``breaker``; ``flights`` keeps a key from being written twice at once, ``latency`` says when stores are shed, and ``threads``
+with a breaker; ``flights`` keeps a key from being written twice at once, ``latency`` says when stores are shed, and ``threads``
 gives each direction its own.
 """
 
-from hicache_actors.tiers.storage.breaker import BreakerSnapshot
+from hicache_actors.runtime.breaker import BreakerSnapshot
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.store import Source, Store
 from hicache_actors.tiers.storage.threads import StoreThreads

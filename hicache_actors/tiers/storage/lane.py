@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Any
 
-from hicache_actors.tiers.storage.breaker import Breaker
+from hicache_actors.runtime.breaker import Breaker
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.staging import StagingPool
 from hicache_actors.tiers.storage.words import LaneSnapshot, Refusal

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hicache_actors.config import StorageConfig
-from hicache_actors.tiers.storage.breaker import Breaker, BreakerState
+from hicache_actors.runtime.breaker import Breaker, BreakerState
 from hicache_actors.tiers.storage.lane import Lane
 from hicache_actors.tiers.storage.staging import Staging
 from hicache_actors.tiers.storage.words import CallRefused, Direction, Note

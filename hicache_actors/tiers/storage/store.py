@@ -208,12 +208,19 @@ class Store:
         with anyio.move_on_after(deadline_s) as limit:
             try:
                 await self.backend.open()
+                for memory in self._object_memories():
+                    await self.backend.register_memory(memory)
             except HiCacheError:
                 raise
             except Exception as error:
                 raise BackendError(f"open: {type(error).__name__}: {error}", retryable=False) from error
         if limit.cancelled_caught:
             raise OpenedLate(f"open {self.url}: no answer within {deadline_s} s")
+
+    def _object_memories(self) -> list[memoryview]:
+        """Where the objects lie that calls are about."""
+        pools = [self._host.memory] if self._staging is None else [pool.memory for pool in self._staging.pools.values()]
+        return [pool.objects_memory for pool in pools if pool.objects_memory is not None]
 
     def look_around(self, most: int) -> Call[bool]:
         """List up to ``most`` names, and warn of pages of the same model that cannot be shared."""

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from hicache_actors.runtime import Control
-from hicache_actors.tiers.storage.breaker import BreakerSnapshot
+from hicache_actors.runtime.breaker import BreakerSnapshot
 
 Direction: TypeAlias = Literal["query", "read", "write"]
 """Calls of one direction share a queue, limits, threads and a breaker.  ``query``: lookups, and all that moves no pages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_actors.tiers.storage.breaker import Breaker, BreakerState
+from hicache_actors.runtime.breaker import Breaker, BreakerState
 
 
 class Clocked:
