@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hicache_actors.testing.loop import run_virtual
 from hicache_actors.runtime.breaker import Breaker
+from hicache_actors.testing.loop import run_virtual
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.lane import Lane
 from hicache_actors.tiers.storage.words import Refusal
