@@ -18,10 +18,10 @@ from typing import Final
 
 from hicache_actors.cuda_ext.controls import ControlledDevice, ControlledStream, Counts, Gate, Kind
 from hicache_actors.cuda_ext.device import Event, Work
-from hicache_actors.cuda_ext.native.copies import plans
+from hicache_actors.cuda_ext.loop_ring import LoopRing
+from hicache_actors.cuda_ext.native.copies import ENGINES, plans
 from hicache_actors.cuda_ext.native.events import ERRORS
 from hicache_actors.cuda_ext.native.library import loaded
-from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.streams import CALL, EXTERNAL, RECORD, WAIT, Faults, RawStream
 from hicache_actors.cuda_ext.native.structs import CallCopies, Op, Plan
 from hicache_actors.cuda_ext.teller import DeviceTeller
@@ -29,6 +29,7 @@ from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.errors import HiCacheError, StoppedError, TransferError, UsageError
 from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.completions import End, has_fired
+from hicache_actors.transfer.engines import CPU, Engines
 from hicache_actors.transfer.plan import CopyWork
 from hicache_actors.transfer.waits import LayerWaits
 
@@ -55,6 +56,7 @@ class NativeCpuDevice(ControlledDevice["NativeStream"]):
         """
         super().__init__(name)
         self.copy_threads, self.watch_s = copy_threads, watch_s
+        self.engines = Engines()  #: for streams that are made later
         self.faults = Faults()
         device = weakref.ref(self)
         self.teller = DeviceTeller(
@@ -136,6 +138,7 @@ class NativeStream(ControlledStream):
         self.gate = NativeGate(self.raw, device.teller)
         self._device_name, self._teller = device.name, device.teller
         self._copy_function, self._copy_threads = device.copy_function, device.copy_threads
+        self._engines = device.engines
         self._lock = threading.Lock()
         self._live: deque[tuple[int, object]] = (
             deque()
@@ -225,7 +228,8 @@ class NativeStream(ControlledStream):
                 return self._external_op(work)
             each = plans(copy)
             array = (Plan * len(each))(*each)
-            call = CallCopies(ctypes.addressof(array), len(each), self._copy_threads)
+            engine = ENGINES[self._engines.choose(copy, CPU)]
+            call = CallCopies(ctypes.addressof(array), len(each), self._copy_threads, engine, copy.to_host)
             op = Op(kind=CALL, bytes=work.nbytes, call=self._copy_function, argument=ctypes.addressof(call))
             return op, (copy, array, call)
         return self._external_op(work)

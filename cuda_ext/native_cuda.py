@@ -11,32 +11,30 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final
-
-import numpy as np
 
 from hicache_actors.cuda_ext.controls import Counts, Kind
 from hicache_actors.cuda_ext.device import Event, Work
 from hicache_actors.cuda_ext.foreign import CAPTURED, SUBMITTED_S, event_handle, stream_handle
-from hicache_actors.cuda_ext.native.copies import plans
-from hicache_actors.cuda_ext.native.driver import Engine, How, LostError, Mark, Notice, RawCuda, RawCudaStream
-from hicache_actors.cuda_ext.native.images import image
 from hicache_actors.cuda_ext.loop_ring import LoopRing
+from hicache_actors.cuda_ext.native.copies import plans
+from hicache_actors.cuda_ext.native.driver import How, LostError, Mark, Notice, RawCuda, RawCudaStream
+from hicache_actors.cuda_ext.native.images import compiled, image
+from hicache_actors.cuda_ext.native.structs import CudaFacts
+from hicache_actors.cuda_ext.registration import Registrations
 from hicache_actors.cuda_ext.teller import DeviceTeller
 from hicache_actors.cuda_ext.tickets import NativeTicket
-from hicache_actors.cuda_ext.registration import Registrations
 from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
-from hicache_actors.errors import TransferError, UsageError
+from hicache_actors.errors import ConfigError, TransferError, UsageError
 from hicache_actors.runtime import bind_log
-from hicache_actors.transfer.affine import AffineCopy, Loops
+from hicache_actors.transfer.affine import AffineCopy
 from hicache_actors.transfer.completions import Completion, End
+from hicache_actors.transfer.engines import GPU, Engine, Engines
 from hicache_actors.transfer.plan import CopyWork
 from hicache_actors.transfer.waits import LayerWaits
 
-SHORT_RUN_BYTES: Final = 28 * 1024
-"""Below, descriptors of the copy engines cost more than their bytes: others measured 5 to 7 GB/s there, and 28 and more above."""
-
 Choose = Callable[[AffineCopy], Engine]
+MakeImage = Callable[[int, int], tuple[bytes, str]]
+"""From a compute capability to machine code of the kernel and where it comes from."""
 
 
 class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
@@ -48,32 +46,26 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         self,
         index: int = 0,
         *,
-        engine: Engine | None = None,
         notice: Notice = "host_function",
         path: str | None = None,
-        kernel: Callable[[int, int], tuple[bytes, str]] = image,
+        kernel: MakeImage | None = None,
         watch_s: float = 1.0,
     ) -> None:
-        """``engine``: for all copies; None: by direction, length and number of runs.  ``notice``: who tells of the end of an
-        operation.  ``path``: of libcuda.  ``kernel``: machine code for a compute capability, and where it comes from.
+        """``notice``: who tells of the end of an operation.  ``path``: of libcuda.  ``kernel``: machine code for a compute
+        capability, and where it comes from; None: what the package holds, else what NVRTC makes.
 
-        Raises `TransferError` where there is no driver or no such GPU, and where the engine asked for needs a kernel that there
-        is none of; `RuntimeError` where the native library is not in use.
+        Raises `TransferError` where there is no driver or no such GPU; `RuntimeError` where the native library is not in use.
         """
         super().__init__(f"cuda:{index}")
         self.raw = RawCuda(index, path)
-        self.engine, self.notice = engine, notice
+        self._engines, self.notice = Engines(), notice
         facts = self.raw.facts()
         self.gpu: str = facts.name.decode()
         try:
-            code, self.kernel = kernel(facts.major, facts.minor)
-            self.raw.load_kernel(code)
+            self.kernel = self._load_kernel([image, compiled] if kernel is None else [kernel], facts)
             self.has_kernel = True
         except TransferError as error:
             self.kernel, self.has_kernel = f"none: {error}", False
-            if engine in ("kernel", "staged"):
-                self.raw.close()
-                raise
             bind_log(part="device").warning("no_copy_kernel", device=self.name, reason=str(error))
         self.implementation = f"native, driver {facts.driver_version}, kernel {self.kernel}"
         self.registrations = Registrations(self.raw.register, self.raw.unregister)
@@ -82,6 +74,27 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
             self.name, functools.partial(_look_after, device), functools.partial(_broken_event, device), watch_s
         )
         weakref.finalize(self, self.teller.close, 0.0)
+
+    @property
+    def engines(self) -> Engines:
+        """Which copy goes by which engine.  Set before the first copy.
+
+        Setting it raises `ConfigError` for an engine that needs a kernel where there is none.
+        """
+        return self._engines
+
+    @engines.setter
+    def engines(self, engines: Engines) -> None:
+        for field, asked in (("device.load_engine", engines.load), ("device.write_back_engine", engines.write_back)):
+            if asked in ("kernel", "staged") and not self.has_kernel:
+                raise ConfigError(
+                    field,
+                    asked,
+                    f"there is no copy kernel for this GPU: {self.kernel}",
+                    allowed=("auto", "direct"),
+                    fix="install nvidia-cuda-nvrtc, or leave it at 'auto'",
+                )
+        self._engines = engines
 
     @property
     def lost(self) -> BaseException | None:
@@ -122,14 +135,22 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
 
     def choose(self, copy: AffineCopy) -> Engine:
         """By which engine a copy goes."""
-        if self.engine is not None:
-            return self.engine
-        if not self.has_kernel or copy.run_bytes >= SHORT_RUN_BYTES:
-            return "direct"
-        if not copy.to_host:
-            return "kernel"
-        # Never the kernel: stores of the SMs to the host, beside attention kernels, have ended in illegal accesses elsewhere.
-        return "staged" if len(copy.loops) == 1 and whole_pages(copy.loops[0]) else "direct"
+        return self.engines.choose(copy, GPU, kernel=self.has_kernel)
+
+    def _load_kernel(self, makers: Sequence[MakeImage], facts: CudaFacts) -> str:
+        """-> where it comes from.  Raises `TransferError` of the last if none can be had."""
+        for number, make in enumerate(makers, 1):
+            code, source = make(facts.major, facts.minor)
+            try:
+                self.raw.load_kernel(code)
+            except LostError:
+                raise
+            except TransferError:
+                if number == len(makers):
+                    raise
+            else:
+                return source
+        raise AssertionError("a kernel needs a maker")
 
     def look_after(self) -> bool:
         """For the teller: whether work is open."""
@@ -144,18 +165,6 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         if self._lost is not None:
             stream.drop(self._lost)
         return stream
-
-
-@functools.lru_cache(maxsize=256)
-def whole_pages(loops: Loops) -> bool:
-    """Whether the loops fill a page's stretch of the host without a gap: then it can be gathered first and copied as one."""
-    targets = loops.pieces[:, 1].astype(np.int64)
-    affine = [level for level in loops.levels if level.kind == "affine"]
-    if any(level.target_stride < 0 for level in affine):
-        return False
-    span = int(targets.max() - targets.min()) + loops.run_bytes
-    span += sum(level.target_stride * (level.extent - 1) for level in affine)
-    return span == loops.run_bytes * len(targets) * int(np.prod([level.extent for level in affine], dtype=np.int64))
 
 
 class CudaEnd(NativeTicket):

@@ -37,17 +37,21 @@ from hicache_actors.storage_config import PrefetchPolicy, StorageConfig
 
 __all__ = [
     "LAYOUTS",
+    "LOAD_ENGINES",
+    "WRITE_BACK_ENGINES",
     "Config",
     "Deadlines",
     "DeviceConfig",
     "Eviction",
     "HostConfig",
     "HostLayout",
+    "LoadEngine",
     "ModelFacts",
     "PolicyConfig",
     "PrefetchPolicy",
     "ShapeConfig",
     "StorageConfig",
+    "WriteBackEngine",
     "WritePolicy",
 ]
 
@@ -55,6 +59,12 @@ HostLayout: TypeAlias = Literal["page_first_direct", "page_first", "page_head", 
 
 LAYOUTS: Final = ("page_first_direct", "page_first", "page_head", "layer_first", "page_unified")
 HEADER_SIZES: Final = (4096, 0)
+
+LoadEngine: TypeAlias = Literal["auto", "kernel", "direct"]
+WriteBackEngine: TypeAlias = Literal["auto", "kernel", "direct", "staged"]
+
+LOAD_ENGINES: Final[tuple[LoadEngine, ...]] = ("auto", "kernel", "direct")
+WRITE_BACK_ENGINES: Final[tuple[WriteBackEngine, ...]] = ("auto", "kernel", "direct", "staged")
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +125,18 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: int | None = None
     """Pages of the device pool.  Default: as many as the given KV tensors hold; required when none are given."""
 
+    load_engine: LoadEngine = "auto"
+    """What copies from the host.  'kernel': threads of the GPU.  'direct': its copy engines; refused where runs are short.
+    'auto': by length and number of runs.  Default: 'auto'."""
+
+    write_back_engine: WriteBackEngine = "auto"
+    """What copies to the host.  As ``load_engine``, and 'staged': pages are put together in a buffer on the GPU and leave
+    it in one piece; needs a layout that keeps pages together.  Default: 'auto'."""
+
     def __post_init__(self) -> None:
         optional_count("device.pages", self.pages, "pages")
+        choice("device.load_engine", self.load_engine, LOAD_ENGINES)
+        choice("device.write_back_engine", self.write_back_engine, WRITE_BACK_ENGINES)
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,11 +38,19 @@ def image(
 
     ``folder``: of the native package; ``libraries``: names of NVRTC to try.
     """
-    sources = {path.name: path.read_bytes() for path in sorted((folder / "include").glob("*.h"))}
+    sources = _sources(folder)
     # Named after what it was made of (setup.py), for the kernel's parameters must be those that the library passes.
     built = folder / "kernels" / f"copy-{hashlib.sha256(bytes(1).join(sources.values())).hexdigest()[:16]}.fatbin"
     if built.exists():
         return Image(built.read_bytes(), "built into this package")
+    return compiled(major, minor, folder=folder, libraries=libraries)
+
+
+def compiled(
+    major: int, minor: int, *, folder: Path = _HERE, libraries: Callable[[], Iterator[str]] | None = None
+) -> Image:
+    """The same without what is built into the package, which a driver older than the compiler cannot read."""
+    sources = _sources(folder)
     nvrtc = Nvrtc.find(libraries or _libraries)
     arch = f"sm_{major}{minor}"
     key = hashlib.sha256(repr((arch, nvrtc.version, sorted(sources.items()))).encode()).hexdigest()[:32]
@@ -53,6 +61,10 @@ def image(
         code = nvrtc.compile(sources, arch)
     _keep(kept, code)
     return Image(code, f"compiled by NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}")
+
+
+def _sources(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "include").glob("*.h"))}
 
 
 def cache_folder() -> Path:

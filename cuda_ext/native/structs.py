@@ -45,7 +45,13 @@ class Op(ctypes.Structure):
 class CallCopies(ctypes.Structure):
     """hic_copies: the plans that hic_call_copies runs."""
 
-    _fields_ = (("plans", ctypes.c_uint64), ("count", ctypes.c_uint32), ("threads", ctypes.c_uint32))
+    _fields_ = (
+        ("plans", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("engine", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+    )
 
 
 class StreamCounts(ctypes.Structure):

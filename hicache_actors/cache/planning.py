@@ -22,6 +22,7 @@ from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.budget import host_budget, host_memory_scope
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
+from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import take_staging
@@ -29,6 +30,7 @@ from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.link import join
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.tiers.storage import Source
+from hicache_actors.transfer.engines import Engines, tell_device
 
 
 class Plan(NamedTuple):
@@ -125,9 +127,22 @@ def plan(
         storage=storage_facts(config.storage.url, ranks=budget.ranks, replicated=tensors.shape.kv == 1),
         ranks=budget.ranks,
     )
+    _check_engines(config, layout, tensors)
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
+    tell_device(chosen, _engines(config))
     return Plan(config, tensors, memory, chosen, source, slots, driver, report, disabled)
+
+
+def _engines(config: Config) -> Engines:
+    return Engines(config.device.load_engine, config.device.write_back_engine)
+
+
+def _check_engines(config: Config, layout: SlotLayout, kv: KVTensors) -> None:
+    """Against two slots: how far they lie apart decides nothing, and their memory is never touched."""
+    few = HostMemory(layout, 2)
+    _engines(config).check(kv.by_head_groups(layout.head_groups).geometry, few.geometry, layout.order)
+    few.close()
 
 
 def _check_owner(config: Config, slots: SlotOwner, driver: DriverKind) -> None:

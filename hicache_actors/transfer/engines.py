@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
 
+from hicache_actors.config import LOAD_ENGINES, WRITE_BACK_ENGINES, LoadEngine, WriteBackEngine
 from hicache_actors.core.words import pack_slots
 from hicache_actors.errors import ConfigError
 from hicache_actors.memory.geometry import Geometry
 from hicache_actors.transfer.affine import AffineCopy, Loops
 
 Engine: TypeAlias = Literal["kernel", "direct", "staged"]
-LoadEngine: TypeAlias = Literal["auto", "kernel", "direct"]
-WriteBackEngine: TypeAlias = Literal["auto", "kernel", "direct", "staged"]
-
-LOAD_ENGINES: Final[tuple[LoadEngine, ...]] = get_args(LoadEngine)
-WRITE_BACK_ENGINES: Final[tuple[WriteBackEngine, ...]] = get_args(WriteBackEngine)
 
 DIRECT_BYTES: Final = 1024
 """Shorter runs are refused to ``direct``.  A descriptor takes about 2.3 us of a host's thread where there is no batched call
@@ -108,6 +104,25 @@ class Engines(msgspec.Struct, frozen=True):
                     allowed=allowed,
                     fix="use 'auto', or host.layout = 'page_first_direct'",
                 )
+
+
+@runtime_checkable
+class ByEngines(Protocol):
+    """A device that can be told how to copy.  Before its first copy."""
+
+    engines: Engines
+
+
+def tell_device(device: object, engines: Engines) -> None:
+    """Have ``device`` copy by ``engines``.  Raises `ConfigError` if one was asked for and the device knows no engines."""
+    if isinstance(device, ByEngines):
+        device.engines = engines
+        return
+    for field, asked in (("device.load_engine", engines.load), ("device.write_back_engine", engines.write_back)):
+        if asked != "auto":
+            raise ConfigError(
+                field, asked, f"{device!r} copies in one way", allowed=("auto",), fix="leave it at 'auto'"
+            )
 
 
 def whole_pages(copy: AffineCopy) -> bool:

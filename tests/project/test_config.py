@@ -72,6 +72,8 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("shape.dtype", "", "non-empty text", "bfloat16"),
     ("model.first_layer", -1, "0 or more layers", "at least 0"),
     ("device.pages", 0, "1 or more pages", "at least 1"),
+    ("device.load_engine", "staged", "'auto', 'kernel', 'direct'", "use 'auto'"),
+    ("device.write_back_engine", "stage", "'staged'", "did you mean 'staged'?"),
     ("host.ratio", 0, "more than 0", "positive"),
     ("host.ratio", math.nan, "more than 0", "float"),
     ("host.size_gb", -1, "more than 0", "positive"),

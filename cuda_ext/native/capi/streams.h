@@ -30,6 +30,8 @@ struct hic_copies {
   uint64_t plans; /* address of struct hic_plan[count] */
   uint32_t count;
   uint32_t threads; /* for each of them */
+  int32_t engine;   /* hic_engine */
+  int32_t to_host;
 };
 
 struct hic_stream_counts {

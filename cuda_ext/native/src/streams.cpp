@@ -473,7 +473,7 @@ int32_t hic_call_copies(void* argument) {
   const auto* copies = static_cast<const hic_copies*>(argument);
   const auto* plans = reinterpret_cast<const hic_plan*>(copies->plans);
   for (uint32_t i = 0; i < copies->count; ++i)
-    if (const int code = hic_copy_run(&plans[i], copies->threads); code < 0) return code;
+    if (const int code = hic_copy_by(&plans[i], copies->engine, copies->to_host, copies->threads); code < 0) return code;
   return HIC_OK;
 }
 
