@@ -14,18 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hicache_actors.masking import masked, masked_with
+
 
 class HiCacheError(Exception):
     """Base of all errors of this package."""
 
 
 class ConfigError(HiCacheError, ValueError):
-    """A setting that cannot be honoured.  Raised at start, before anything has been allocated."""
+    """A setting that cannot be honoured.  Raised at start, before anything has been allocated.
+
+    Passwords and keys in a URL are masked, in its attributes too.
+    """
 
     def __init__(
         self, field: str, value: object, problem: str, *, allowed: str | Iterable[str] = (), fix: str = ""
     ) -> None:
         allowed_text = allowed if isinstance(allowed, str) else ", ".join(map(repr, allowed))
+        if isinstance(value, str):
+            problem, fix, value = masked_with(problem, value), masked_with(fix, value), masked(value)
         parts = [f"{field} = {value!r}: {problem}"]
         if allowed_text:
             parts.append(f"allowed: {allowed_text}")
@@ -44,10 +51,10 @@ class MissingExtraError(HiCacheError, ImportError):
 
 
 class BackendError(HiCacheError):
-    """A storage backend failed.  ``retryable`` says whether the same call may succeed later."""
+    """A storage backend failed.  ``retryable`` says whether the same call may succeed later.  Secrets in URLs are masked."""
 
     def __init__(self, message: str, *, retryable: bool = True) -> None:
-        super().__init__(message)
+        super().__init__(masked(message))
         self.retryable = retryable
 
 

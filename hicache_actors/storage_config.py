@@ -9,6 +9,7 @@ import msgspec
 
 from hicache_actors.checks import choice, count, not_negative, optional_count, positive, text, whole
 from hicache_actors.errors import ConfigError
+from hicache_actors.masking import masked
 
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 Verify: TypeAlias = Literal["always", "sampled", "off"]
@@ -112,6 +113,11 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     probe_keys: int = 4096
     """Names that are listed when a store is attached, to warn of pages of the same model that cannot be shared.  0: none.
     Default: 4096."""
+
+    def __repr__(self) -> str:
+        """Without the secrets of its URL: configurations end up in logs."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return masked(f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})")
 
     def __post_init__(self) -> None:
         if self.url is not None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.redis.connection import Connection, Reply, ServerError, command, command_with_value
-from hicache_actors.backends.redis.options import RedisOptions, mask
+from hicache_actors.backends.redis.options import RedisOptions
 from hicache_actors.backends.sockets import Pool
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.masking import masked
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -39,7 +40,7 @@ class RedisBackend(Backend):
     def __init__(self, url: str, workers: Workers | None = None) -> None:
         self.options = RedisOptions.parse(url)
         self.scope = "cluster" if self.options.host not in ("", "localhost", "127.0.0.1", "::1") else "host"
-        self.url = mask(url)
+        self.url = masked(url)
         self._pool = Pool(lambda: Connection(self.options), self.options.connections)
         self._counts: Counter[str] = Counter()
 

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from hicache_actors.backends.urls import FIELD, number, parse_url
 from hicache_actors.errors import ConfigError
+from hicache_actors.masking import masked
 
 SCHEMES: Final = ("redis", "valkey", "redis+unix", "valkey+unix")
 _PORT: Final = 6379
@@ -36,7 +37,7 @@ class RedisOptions(NamedTuple):
         """`ConfigError` for what cannot be honoured; passwords are not in its message."""
         parts = urlsplit(url)
         local = parts.scheme.endswith("+unix")
-        shown = mask(url)
+        shown = masked(url)
         given = parse_url(shown, parts.scheme, host=not local, options=_NAMES).options
         try:
             port = parts.port or _PORT
@@ -69,12 +70,3 @@ class RedisOptions(NamedTuple):
             prefix,
             int(number(shown, "expire_s", given.get("expire_s", "0"), whole=True)),
         )
-
-
-def mask(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    address = parts.netloc.rpartition("@")[2]
-    return parts._replace(netloc=f"{parts.username or ''}:***@{address}").geturl()

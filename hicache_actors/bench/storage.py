@@ -26,6 +26,7 @@ from hicache_actors.bench.figures import Figures, quantile, ratio, spread
 from hicache_actors.bench.plain import BackendLoop, ExecutorLoop, Mover, Pages, PeerLoop, load_peer
 from hicache_actors.bench.progress import Progress
 from hicache_actors.bench.rig import Rig, open_rig, sample_lag
+from hicache_actors.masking import masked
 from hicache_actors.memory.layout import SlotLayout
 
 SIZES: Final = {"pages_1m": (1 << 20, 128), "pages_64k": (64 << 10, 512)}
@@ -53,7 +54,7 @@ async def measure(
     """``sizes``: name to (bytes of a page, pages)."""
     progress = Progress(len(sizes) * (4 * (rounds + 1) + 2) + 1, quiet=quiet)
     lags_s: list[float] = []
-    figures: dict[str, float | str | Figures] = {"url": url}
+    figures: dict[str, float | str | Figures] = {"url": masked(url)}
     try:
         for name, (page_bytes, pages) in sizes.items():
             async with open_rig(

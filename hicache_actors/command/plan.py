@@ -19,6 +19,7 @@ from hicache_actors.command.modelfile import ModelShape, dtype_name, read_model
 from hicache_actors.config import LAYOUTS, Config
 from hicache_actors.errors import ConfigError
 from hicache_actors.keys.namespace import Rank
+from hicache_actors.masking import masked
 from hicache_actors.memory.budget import HostBudget, host_budget, host_memory_scope, host_pages
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
@@ -340,7 +341,7 @@ def _storage(config: Config, disk_gb: float | None, read_gb_s: float | None, own
     if disk_gb is None and config.storage.url is None:
         return None
     return StorageFacts(
-        config.storage.url or "the disk",
+        masked(config.storage.url or "the disk"),
         None if disk_gb is None else int(disk_gb * 1e9),
         read_bytes_s=None if read_gb_s is None else read_gb_s * 1e9,
         ranks=owners,

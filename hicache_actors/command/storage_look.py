@@ -15,6 +15,7 @@ from hicache_actors.config import Config
 from hicache_actors.errors import BackendError, HiCacheError
 from hicache_actors.keys.namespace import Rank
 from hicache_actors.keys.scheme import KeyScheme
+from hicache_actors.masking import masked
 from hicache_actors.memory.disks import folder_of_url
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.runtime.workers import Workers
@@ -37,7 +38,7 @@ def store(config: Config, shape: KVShape) -> Section | None:
     if folder is not None and not folder.is_dir():
         return None
     keys = keys_of(config, shape, Rank(tp_size=_tp_size(config, shape)))
-    facts: dict[str, Any] = {"url": url, "shared": keys.shared_with()}
+    facts: dict[str, Any] = {"url": masked(url), "shared": keys.shared_with()}
     try:
         scope, found = asyncio.run(_look(url, keys, config.storage.probe_keys))
     except HiCacheError as error:

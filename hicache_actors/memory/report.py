@@ -11,6 +11,7 @@ import msgspec
 
 from hicache_actors.config import Config
 from hicache_actors.errors import BackendError
+from hicache_actors.masking import masked
 from hicache_actors.memory.budget import HostBudget
 from hicache_actors.memory.disks import disk_of, folder_of_url
 from hicache_actors.memory.layout import SlotLayout
@@ -194,15 +195,15 @@ def storage_facts(
         return None
     owners = 1 if replicated else ranks
     if url.startswith("memory:"):
-        return StorageFacts(url, filesystem="memory", ranks=owners)
+        return StorageFacts(masked(url), filesystem="memory", ranks=owners)
     folder = folder_of_url(url)
     if folder is None:
-        return StorageFacts(url, read_bytes_s=read_bytes_s, ranks=owners)
+        return StorageFacts(masked(url), read_bytes_s=read_bytes_s, ranks=owners)
     try:
         disk = disk_of(folder)
     except BackendError:
-        return StorageFacts(url, ranks=owners)  # opening it will say what is wrong
-    return StorageFacts(url, disk.free_bytes, disk.filesystem, read_bytes_s, owners)
+        return StorageFacts(masked(url), ranks=owners)  # opening it will say what is wrong
+    return StorageFacts(masked(url), disk.free_bytes, disk.filesystem, read_bytes_s, owners)
 
 
 def _slots(tier: str, layout: SlotLayout, pages: int) -> TierSize:

@@ -18,6 +18,7 @@ from hicache_actors.config import StorageConfig
 from hicache_actors.core.words import Slots, pack_slots, unpack_slots
 from hicache_actors.errors import BackendError, HiCacheError
 from hicache_actors.keys.scheme import KeyScheme
+from hicache_actors.masking import masked
 from hicache_actors.runtime import Workers
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage.call import Call
@@ -60,7 +61,8 @@ class Store:
         note: Note,
         log: Any,
     ) -> None:
-        self.url, self.backend, self.keys, self.threads = source.url, source.backend, source.keys, source.threads
+        self.url = masked(source.url)  #: for those who look
+        self.backend, self.keys, self.threads = source.backend, source.keys, source.threads
         self.read_concurrency = config.read_concurrency
         self.closed = False
         self._host, self._staging, self._workers, self._note = host, staging, workers, note
@@ -71,7 +73,7 @@ class Store:
             end - start for start, end in spans
         )  #: of a page's objects; empty if they are not verified
         self._checksums = sampling(config)
-        self._log = log.bind(url=source.url)
+        self._log = log.bind(url=self.url)
         self._quiet = asyncio.Event()
         self._jobs = 0
         self.calls = Calls(config, staging, note, self._log, self._look_quiet)

@@ -12,6 +12,7 @@ from hicache_actors.backends.backend import Backend
 from hicache_actors.config import StorageConfig
 from hicache_actors.core.words import NotOpened, UseStorage
 from hicache_actors.errors import ConfigError, HiCacheError
+from hicache_actors.masking import masked
 from hicache_actors.memory.staging import staging_size
 from hicache_actors.runtime import Actor, Workers, WorkersSnapshot, handles
 from hicache_actors.tiers.host import HostTier
@@ -98,7 +99,7 @@ class StorageTier(Actor):
             await candidate.store.open(deadline_s)
         except HiCacheError as error:
             candidate.error = error
-            self.log.warning("storage_not_opened", url=url, exc_info=error)
+            self.log.warning("storage_not_opened", url=masked(url), exc_info=error)
             if isinstance(error, ConfigError):
                 return "refused"
             return "late" if isinstance(error, OpenedLate) else "failed"
