@@ -51,7 +51,8 @@ class LayerWaits:
 
     def done(self, layer: int) -> bool:
         """Whether the layer has been copied and the load has not failed.  Never blocks."""
-        return self._layers()[layer].query() and self.error is None
+        end = self._layers()[layer]
+        return end.query() and self._verdict(end) is None
 
     def set(self, layer: int) -> None:
         """The layer's bytes are in place.  Later calls, and calls after `fail`, change nothing."""
@@ -80,9 +81,8 @@ class LayerWaits:
         for a stream that this device cannot make wait, or that is being captured in a CUDA graph.
         """
         end = self._layers()[layer]
-        if isinstance(stream, WaitingStream) and hasattr(
-            stream, "submit"
-        ):  # torch's have a wait_event too, for events of torch
+        # Streams of torch have a wait_event too, for events of torch.
+        if isinstance(stream, WaitingStream) and hasattr(stream, "submit"):
             stream.wait_event(end)
         elif isinstance(end, OrdersStreams):
             end.order(stream)
@@ -101,13 +101,21 @@ class LayerWaits:
                 raise UsageError(
                     "wait would stop the virtual-time loop that has to finish the copy: await ready(layer)"
                 )
-        return completion.wait(timeout_s) and self.error is None
+        return completion.wait(timeout_s) and self._verdict(completion) is None
 
     async def ready(self, layer: int) -> None:
         """Wait on the loop.  Raises `TransferError` if the load has failed.  Cancelling it harms no other waiter."""
-        await fired(self._layers()[layer])
-        if self.error is not None:
-            raise TransferError(f"the load failed: {self.error}") from self.error
+        end = self._layers()[layer]
+        await fired(end)
+        error = self._verdict(end)
+        if error is not None:
+            raise TransferError(f"the load failed: {error}") from error
+
+    def _verdict(self, end: End) -> BaseException | None:
+        """Why the load failed, for one who has seen ``end``: a device that fails all layers may be half-way through them."""
+        if self._error is None:
+            self._error = end.error
+        return self.error
 
     def _layers(self) -> tuple[End, ...]:
         if self._made is None:
