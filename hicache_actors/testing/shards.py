@@ -6,16 +6,18 @@ For tests of what deployments share: no Core and no requests, but real copies, r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.cache.key_choice import keys_of, layout_of
 from hicache_actors.config import Config, HostConfig, ModelFacts, StorageConfig
-from hicache_actors.core.words import pack_slots
+from hicache_actors.core.words import SLOT_BYTES, pack_slots
 from hicache_actors.keys.namespace import Rank
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
@@ -76,33 +78,39 @@ class Shard:
 
     @property
     def objects(self) -> int:
+        """That this rank stores."""
         return PAGES * len(self.store.keys.chunks)
 
-    async def save(self) -> None:
-        """Compute, copy to the host, seal, store.  Ranks that hold the same bytes as another do not store."""
+    async def save(self) -> Sequence[Stored]:
+        """Compute, copy to the host, seal, store -> what became of each page; nothing where another rank stores the same."""
         for here, there in zip(self.slices, (self.kv.layer(at) for at in range(len(self.slices))), strict=True):
             for tensor, pool in zip(here, there, strict=True):
                 pool.copy_(tensor)
         kv = self.kv.by_head_groups(self.memory.layout.head_groups)
         CopyPlan(kv, pack_slots(range(PAGES)), self.memory, self.slots).work().run()
         await self.store.open(10.0)
-        if self.store.keys.writes:
-            assert await self.store.seal(HASHES, self.slots).answer()
-            assert len(await self.store.write(HASHES, self.slots, lambda: True).answer()) == PAGES
+        if not self.store.keys.writes:
+            return ()
+        assert await self.store.seal(HASHES, self.slots).answer()
+        return await self.store.write(HASHES, self.slots, lambda: True).answer()
 
     async def hit(self) -> int:
+        """Pages that are stored for this rank."""
         await self.store.open(10.0)
         return await self.store.query(HASHES).answer()
 
-    async def load(self) -> bool:
-        """Read, verify, copy to the device -> whether every bit is that of the model."""
-        assert await self.hit() == PAGES
-        assert await self.store.read(HASHES, self.slots, lambda: True).answer() == PAGES
+    async def load(self) -> int:
+        """Look up, read, verify, copy to the device -> pages that have come; AssertionError if a bit of them is not the model's."""
+        await self.store.open(10.0)
+        pages = await self.store.query(HASHES).answer()
+        pages = await self.store.read(HASHES[:pages], self.slots[: SLOT_BYTES * pages], lambda: True).answer()
         kv = self.kv.by_head_groups(self.memory.layout.head_groups)
-        CopyPlan(self.memory, self.slots, kv, pack_slots(range(PAGES))).work().run()
+        CopyPlan(self.memory, self.slots[: SLOT_BYTES * pages], kv, pack_slots(range(pages))).work().run()
         found = [tensor for at in range(len(self.slices)) for tensor in self.kv.layer(at)]
         right = [tensor for tensors in self.slices for tensor in tensors]
-        return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found, right, strict=True))
+        for a, b in zip(found, right, strict=True):
+            assert torch.equal(a[:pages].view(torch.int16), b[:pages].view(torch.int16))
+        return pages
 
     async def close(self) -> None:
         """Let everything go."""
@@ -115,6 +123,7 @@ class Shard:
 def deployment(
     model: list[tuple[torch.Tensor, ...]], tp_size: int, stages: tuple[int, ...], folder: Path, **keys: Any
 ) -> list[Shard]:
+    """All ranks of one whose pipeline ``stages`` have so many layers, on a folder; ``keys``: settings of the storage."""
     firsts = [0, *accumulate(stages)][:-1]
     return [
         Shard(
@@ -131,8 +140,10 @@ def deployment(
 
 
 def files(folder: Path) -> set[str]:
+    """Names of the stored objects."""
     return {file.name for file in folder.glob("objects/*/*.kv")}
 
 
 async def close(shards: list[Shard]) -> None:
+    """Let them all go."""
     await asyncio.gather(*(shard.close() for shard in shards))

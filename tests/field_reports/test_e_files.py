@@ -28,6 +28,7 @@ from hicache_actors.errors import ConfigError, TransferError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import content, room
+from hicache_actors.testing.shards import HASHES, PAGES, close, deployment, whole_model
 from hicache_actors.testing.small import Small, prompt, small_config
 
 from .kit import PAGE, compute, opened, quiet, scribble, store, take
@@ -239,6 +240,20 @@ async def test_b077_answers_are_one_per_page(
         again = await small.engine.answer(asked)
         assert (again.account.computed, again.tokens) == (5 * PAGE + 1, first.tokens)
     assert workers.close(10.0) == ()
+
+
+async def test_b077_a_page_of_several_objects_has_one_answer(tmp_path: Path) -> None:
+    """Given 6 pages of 32 objects each, and a store that refuses one object of page 3.
+    When they are stored, looked up and read.
+    Then there is one answer a page, of which only the third is bad, the hit is 2 pages, and these are right."""
+    [shard] = deployment(whole_model(), 1, (7,), tmp_path, tp_lcm_size=8)
+    refused = shard.store.keys.keys([HASHES[2]])[13]
+    shard.store.backend = Faulty(shard.store.backend, lambda access: Fault.FAIL if access.key == refused else None)
+    stored = await shard.save()
+    assert stored == [Stored.WRITTEN] * 2 + [Stored.FAILED] + [Stored.WRITTEN] * (PAGES - 3)
+    assert await shard.hit() == 2
+    assert await shard.load() == 2
+    await close([shard])
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])

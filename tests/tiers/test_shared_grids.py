@@ -34,7 +34,7 @@ async def test_pages_of_one_grid_are_read_bit_equal_on_another(
     assert len(stored) == PAGES * HEADS * 4 == sum(shard.objects for shard in writers)
     readers = deployment(model, *reader, tmp_path, **MHA)
     for shard in readers:
-        assert await shard.load()
+        assert await shard.load() == PAGES
     for shard in readers:
         await shard.save()  # nothing is stored twice
     assert files(tmp_path) == stored
@@ -49,7 +49,7 @@ async def test_more_ranks_than_heads_store_each_object_once(tmp_path: Path) -> N
     assert len(files(tmp_path)) == PAGES * HEADS * 4
     readers = [*deployment(model, 4, (4, 3), tmp_path, **MHA), writers[1], writers[14]]
     for shard in readers:
-        assert await shard.load()
+        assert await shard.load() == PAGES
     await close([*readers[:-2], *writers])
 
 
@@ -61,7 +61,7 @@ async def test_mla_is_stored_once_whatever_the_tensor_ranks(tmp_path: Path) -> N
     assert len(files(tmp_path)) == PAGES * 4
     readers = deployment(model, 2, (7,), tmp_path)
     for shard in readers:
-        assert await shard.load()
+        assert await shard.load() == PAGES
     await close(writers + readers)
 
 
@@ -102,7 +102,7 @@ async def test_suffix_keys_are_shared_by_the_same_grid_only(tmp_path: Path) -> N
         await shard.save()
     same = deployment(model, 4, (7,), tmp_path, **settings)
     for shard in same:
-        assert await shard.load()
+        assert await shard.load() == PAGES
     others = deployment(model, 8, (7,), tmp_path, **settings)
     assert [await shard.hit() for shard in others] == [0] * 8
     await close(writers + same + others)
