@@ -150,6 +150,18 @@ async def test_files_are_written_as_sglang_reads_them(anyio_backend: object, tmp
 
 
 @THREADS
+async def test_raw_objects_go_to_any_store(anyio_backend: object, tmp_path: Path) -> None:
+    """Also to one that would verify and seal them itself."""
+    for life in range(2):
+        async with open_small(config=settings("raw", f"file://{tmp_path}")) as small:
+            answer = await small.engine.answer(prompt(6))
+            assert answer.account.storage == (6 * PAGE_SIZE if life else 0)
+            assert await small.cache.drain(10.0) == 0
+    found = {file.stem: file.read_bytes() for file in tmp_path.glob("objects/*/*.kv")}  # noqa: ASYNC240
+    assert found == {Path(name).stem: content for name, content in sglang_pages(6).items()}
+
+
+@THREADS
 async def test_a_raw_page_of_another_length_ends_the_hit(anyio_backend: object, tmp_path: Path) -> None:
     files = sglang_pages(6)
     for name, content in files.items():

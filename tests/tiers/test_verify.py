@@ -17,7 +17,7 @@ from hicache_actors.backends.file import FileBackend
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.objects import HEADER_BYTES, Verdict, verify_many
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Wrapper
-from hicache_actors.config import StorageConfig
+from hicache_actors.config import HostConfig, HostLayout, StorageConfig
 from hicache_actors.keys import KeyScheme, Namespace, Shard, UnifiedKeys
 from hicache_actors.runtime import Workers
 from hicache_actors.testing.small import open_small, prompt, small_config
@@ -47,6 +47,23 @@ async def test_a_flipped_bit_in_the_payload_is_found_where_checksums_are_compare
     assert lone.pages["corrupt_pages"] == corrupt
     await lone.settled()
     await lone.close()
+
+
+@pytest.mark.parametrize("verify", ["sampled", "off"])
+async def test_what_is_stored_has_its_checksum_however_little_is_compared(verify: str, tmp_path: Path) -> None:
+    """Others, and the scrubber, compare more."""
+    workers = Workers("files", 2)
+    lone = Lone(FileBackend(f"file://{tmp_path}", workers), verify=verify, verify_every=1000)
+    await lone.store.open(10.0)
+    await lone.save(0, 3)
+    for name, page_hash in zip(lone.store.keys.keys(hashes(0, 3)), hashes(0, 3), strict=True):
+        [file] = tmp_path.glob(f"objects/*/{name}.kv")  # noqa: ASYNC240
+        whole = verify_many(
+            [memoryview(file.read_bytes())], lone.store.keys.namespace_digest, [page_hash], lone.store.keys.chunks
+        )
+        assert whole == [Verdict.OK]
+    await lone.close()
+    assert workers.close(10.0) == ()
 
 
 async def test_sampling_finds_a_share_of_what_is_bad() -> None:
@@ -131,9 +148,11 @@ def other_names(keys: KeyScheme) -> list[str]:
 
 
 @VIRTUAL
-async def test_bad_objects_are_put_away_before_they_are_asked_for(anyio_backend: object) -> None:
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+async def test_bad_objects_are_put_away_before_they_are_asked_for(layout: HostLayout, anyio_backend: object) -> None:
     backend = MemoryBackend()
-    async with open_small(config=small_config(scrub_mb_s=1.0), backend=backend) as small:
+    config = msgspec.structs.replace(small_config(scrub_mb_s=1.0), host=HostConfig(pages=32, layout=layout))
+    async with open_small(config=config, backend=backend) as small:
         await small.engine.answer(prompt(8))
         assert await small.cache.drain(10.0) == 0
         keys = small.store.keys
