@@ -59,6 +59,8 @@ HostLayout: TypeAlias = Literal["page_first_direct", "page_first", "page_head", 
 
 LAYOUTS: Final = ("page_first_direct", "page_first", "page_head", "layer_first", "page_unified")
 HEADER_SIZES: Final = (4096, 0)
+HostTouch: TypeAlias = Literal["auto", "ahead", "as_needed"]
+TOUCHES: Final[tuple[HostTouch, ...]] = ("auto", "ahead", "as_needed")
 
 LoadEngine: TypeAlias = Literal["auto", "kernel", "direct"]
 WriteBackEngine: TypeAlias = Literal["auto", "kernel", "direct", "staged"]
@@ -163,6 +165,16 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     group of heads, layer, K or V, token, head, for unified keys.  'layer_first': each layer in one run over all slots; with
     storage, pages are copied once more, through staging slots beside the pool.  Default: 'page_first_direct'."""
 
+    numa_node: int | None = None
+    """Take host memory from this NUMA node alone, say that of the GPU.  Needs the native library.  Default: not given, from
+    wherever the kernel takes it."""
+
+    touch: HostTouch = "auto"
+    """When host memory is touched for the first time, which is when the kernel takes and clears it.  'ahead': from the start,
+    by threads of the native library, in the background; `snapshot().host.touched_bytes` says how far they are.  'as_needed':
+    each page when it is first filled, which takes longer than the copy.  'auto': 'ahead' for a GPU, which is told of all of
+    it before the cache opens, else 'as_needed'.  Default: 'auto'."""
+
     header_bytes: int = 4096
     """Room for an object header before each page, so that header and page are stored in one run.  0: no header, for raw
     objects or without storage.  Default: 4096."""
@@ -175,6 +187,15 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.reserve_gb is not None:
             not_negative("host.reserve_gb", self.reserve_gb, "1e9 bytes")
         choice("host.layout", self.layout, LAYOUTS)
+        choice("host.touch", self.touch, TOUCHES)
+        if self.numa_node is not None and (type(self.numa_node) is not int or self.numa_node < 0):
+            raise ConfigError(
+                "host.numa_node",
+                self.numa_node,
+                "is no number",
+                allowed="integers >= 0, or None",
+                fix="name a node, or none",
+            )
         choice("host.header_bytes", self.header_bytes, HEADER_SIZES, fix="keep 4096, or 0 without storage")
 
 

@@ -165,8 +165,9 @@ class Parts:
     def _register_memory(self) -> None:
         """A GPU cannot reach what it has not been told of.  In a worker thread: it takes seconds for tens of GiB."""
         try:
+            self.memory.wait_touched()
             self.device.register(*self.memory.extent(), step_bytes=self.memory.layout.slot_bytes)
-        except TransferError as error:
+        except (OSError, TransferError) as error:
             raise ConfigError(
                 "host.pages",
                 self.memory.slots,

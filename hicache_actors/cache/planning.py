@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+import os
+from typing import Final, NamedTuple, get_args
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.cache.assembly import DriverKind, Parts
@@ -17,6 +18,7 @@ from hicache_actors.config import Config
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.cuda_ext import open_device
 from hicache_actors.cuda_ext.device import Device
+from hicache_actors.cuda_ext.native.library import why_not
 from hicache_actors.errors import ConfigError
 from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.budget import host_budget, host_memory_scope
@@ -31,6 +33,8 @@ from hicache_actors.ranks.link import join
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.tiers.storage import Source
 from hicache_actors.transfer.engines import Engines, tell_device
+
+_TOUCH_THREADS: Final = 16
 
 
 class Plan(NamedTuple):
@@ -131,7 +135,27 @@ def plan(
     memory = HostMemory(layout, budget.pages)
     chosen = device if device is not None else open_device(str(tensors.device))
     tell_device(chosen, _engines(config))
+    _prepare(memory, config, on_gpu=chosen.kind == "cuda")
     return Plan(config, tensors, memory, chosen, source, slots, driver, report, disabled)
+
+
+def _prepare(memory: HostMemory, config: Config, *, on_gpu: bool) -> None:
+    """Where its pages come from, and when."""
+    node, touch = config.host.numa_node, config.host.touch
+    if node is not None:
+        try:
+            memory.bind(node)
+        except OSError as error:
+            raise ConfigError(
+                "host.numa_node", node, f"host memory cannot be taken from it: {error}",
+                fix="leave it out, or name a node of `ls /sys/devices/system/node`",
+            ) from error  # fmt: skip
+    if touch == "ahead" or (touch == "auto" and on_gpu):
+        begun = memory.touch_ahead(max(1, min(_TOUCH_THREADS, (os.cpu_count() or 1) // 2)))
+        if not begun and touch == "ahead":
+            raise ConfigError(
+                "host.touch", touch, f"the native library is not in use: {why_not()}", allowed=("auto", "as_needed")
+            )
 
 
 def _engines(config: Config) -> Engines:

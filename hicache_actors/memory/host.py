@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from hicache_actors.core.words import Slots
+from hicache_actors.cuda_ext.native.hostmem import Touching, host_memory_calls
+from hicache_actors.cuda_ext.native.library import why_not
 from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
 from hicache_actors.memory.geometry import Geometry
 from hicache_actors.memory.kv import Raw, raw_view, torch_dtype
@@ -53,6 +55,7 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping: mmap.mmap | None = mapping
+        self._touching: Touching | None = None
         self._bytes: memoryview | None = memoryview(mapping) if layout.in_place else None
         self._layers, self._raw = _views(mapping, layout, slots)
         self.geometry: Final = Geometry.of("host", self._layers)
@@ -81,6 +84,35 @@ class HostMemory:
     def objects_memory(self) -> memoryview | None:
         """All that `objects` are slices of; None if pages are no runs, and after `close`."""
         return self._bytes
+
+    def bind(self, node: int) -> None:
+        """Take the memory from one NUMA node, from its first touch on.  OSError if that cannot be done."""
+        calls = host_memory_calls()
+        if calls is None:
+            raise OSError(f"the native library is not in use: {why_not()}")
+        calls.bind(*self.extent(), node)
+
+    def touch_ahead(self, threads: int) -> bool:
+        """Begin to touch all of it, in native threads of its own -> whether there are any; the memory can be used meanwhile.
+
+        Without them each page is touched, and cleared by the kernel, when it is first written.
+        """
+        calls = host_memory_calls()
+        if calls is None or self._touching is not None:
+            return False
+        self._touching = Touching(calls, *self.extent(), threads)
+        weakref.finalize(self, self._touching.stop)  # an owner that goes without a word leaves no thread behind
+        return True
+
+    def wait_touched(self) -> None:
+        """Until `touch_ahead` has ended, in a worker thread.  OSError if the kernel has refused memory."""
+        if self._touching is not None:
+            self._touching.wait()
+
+    @property
+    def touched_bytes(self) -> int | None:
+        """How far `touch_ahead` is; None: memory is touched when it is needed.  Any thread."""
+        return None if self._touching is None else self._touching.done_bytes
 
     def object(self, slot: int) -> memoryview:
         """Header and payload of a slot, writable; of several chunks, one behind the other.
@@ -147,6 +179,8 @@ class HostMemory:
         ``keep_mapped``: a device or a store may still touch it by address; it then stays mapped to the end of the process, and
         `mapped` counts it.  Without it, views that somebody still holds keep it mapped until they are gone.
         """
+        if self._touching is not None:
+            self._touching.stop()
         mapping, self._mapping = self._mapping, None
         self._bytes, self._magic, self._layers, self._raw = None, (), (), ()
         if mapping is None:

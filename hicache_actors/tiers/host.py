@@ -21,6 +21,7 @@ class HostSnapshot(msgspec.Struct, frozen=True):
     nbytes: int
     layout: str
     reserved_slots: int  #: how often a slot was given to a job, ever
+    touched_bytes: int | None  #: how far the touch ahead is; None: each page is touched when it is needed
 
 
 class HostTier(Actor):
@@ -35,7 +36,14 @@ class HostTier(Actor):
 
     def usage(self) -> HostSnapshot:
         layout = self.memory.layout
-        return HostSnapshot(self.memory.slots, layout.slot_bytes, self.memory.nbytes, layout.order, self._reserved)
+        return HostSnapshot(
+            self.memory.slots,
+            layout.slot_bytes,
+            self.memory.nbytes,
+            layout.order,
+            self._reserved,
+            self.memory.touched_bytes,
+        )
 
     @handles(Reserved)
     def _clear_magic(self, message: Reserved) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hicache_actors.core.words import pack_slots
+from hicache_actors.cuda_ext.native.hostmem import host_memory_calls
 from hicache_actors.errors import ConfigError, StoppedError, UsageError
 from hicache_actors.memory import host as host_module
 from hicache_actors.memory.host import MAGIC_BYTES, HostMemory
@@ -157,3 +158,38 @@ def test_the_headers_of_all_chunks_are_cleared_and_each_is_an_object() -> None:
     assert [bytes(run[:MAGIC_BYTES]) for run in host.objects(2)] == [b"x" * MAGIC_BYTES] * 4
     assert b"".join(map(bytes, host.objects(2))) == bytes(host.object(2))
     assert [tensor.shape for tensor in host.layer(2)] == [(3, 4, 2, 8)] * 4, "K of each group, then V"
+
+
+@pytest.mark.skipif(host_memory_calls() is None, reason="the native library is not in use here")
+def test_memory_is_touched_ahead() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 500)
+    assert host.touched_bytes is None
+    host.payload(7)[:5] = b"given"
+    assert host.touch_ahead(2)
+    assert not host.touch_ahead(2)  # once is enough
+    host.wait_touched()
+    assert host.touched_bytes == host.nbytes
+    assert host.payload(7)[:5] == b"given"
+    assert host.close()
+    assert host.touched_bytes == 500 * host.layout.slot_bytes
+
+
+@pytest.mark.skipif(host_memory_calls() is None, reason="the native library is not in use here")
+def test_memory_that_is_forgotten_stops_being_touched() -> None:
+    host = HostMemory(SlotLayout(SHAPE), 20_000)
+    assert host.touch_ahead(1)
+    assert host._touching is not None
+    touching = host._touching
+    del host
+    gc.collect()
+    assert touching._handle is None
+
+
+def test_without_the_library_memory_is_touched_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "host_memory_calls", lambda: None)
+    host = HostMemory(SlotLayout(SHAPE), 5)
+    assert not host.touch_ahead(2)
+    host.wait_touched()
+    assert host.touched_bytes is None
+    with pytest.raises(OSError, match="native library"):
+        host.bind(0)

@@ -80,6 +80,8 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("host.pages", 0, "1 or more pages", "at least 1"),
     ("host.reserve_gb", -0.5, "0 or more", "0 or a positive"),
     ("host.layout", "page_frist", "'page_first_direct', 'page_first'", "did you mean 'page_first'?"),
+    ("host.touch", "early", "'auto', 'ahead', 'as_needed'", "use 'auto'"),
+    ("host.numa_node", -1, "integers >= 0, or None", "node"),
     ("host.header_bytes", 512, "4096, 0", "4096"),
     ("storage.url", "/var/cache", "scheme://", "file:///var/cache"),
     ("storage.url", "", "non-empty text", "memory://"),
