@@ -112,4 +112,4 @@ def _template(loops: Loops) -> bytes:
 
 
 def _address(slots: bytes) -> int:
-    return ctypes.cast(slots, ctypes.c_void_p).value or 0
+    return ctypes.cast(ctypes.c_char_p(slots), ctypes.c_void_p).value or 0

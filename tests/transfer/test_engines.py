@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_actors.config import LoadEngine, WriteBackEngine
 from hicache_actors.core.words import pack_slots
 from hicache_actors.errors import ConfigError
 from hicache_actors.memory.host import HostMemory
@@ -11,7 +12,7 @@ from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import Order, SlotLayout
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.transfer.affine import AffineCopy
-from hicache_actors.transfer.engines import CPU, GPU, Engine, Engines, LoadEngine, WriteBackEngine
+from hicache_actors.transfer.engines import CPU, GPU, Engine, Engines
 from hicache_actors.transfer.plan import CopyPlan
 
 LARGE = KVShape(layers=2, kv=2, heads=8, head_dim=128, dtype="bfloat16", page_size=64)
