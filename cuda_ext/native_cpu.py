@@ -35,6 +35,9 @@ from hicache_actors.transfer.waits import LayerWaits
 
 EXIT_S: Final = 5.0
 
+REAP_AT: Final = 64
+"""Submissions after which a stream looks which of them have ended; the teller looks every second as well."""
+
 _LATE: Final[list[tuple[RawStream, deque[tuple[int, object]]]]] = []
 """Streams that still ran something when their device was forgotten, with what that touches."""
 
@@ -213,7 +216,8 @@ class NativeStream(ControlledStream):
         self._put(ops, (keeps, ends), whole)
 
     def _put(self, ops: list[Op], keeps: object, whole: NativeTicket | None = None) -> None:
-        self.reap()
+        if len(self._live) >= REAP_AT:
+            self.reap()
         with self._lock:
             number = self.raw.submit(ops, None if whole is None else whole.event)
             self._live.append((number, keeps))

@@ -100,11 +100,13 @@ int64_t Stream::submit(const hic_op* ops, uint32_t count, hic_event* whole, uint
     ops_ += count;
     number = static_cast<int64_t>(ops_);
     if (dropped == 0) {
+      const bool idle = queue_.empty();  // else the thread works, or waits for something that this changes nothing about
       for (Op& op : taken) {
         submitted_ += op.is_work();
         queue_.push_back(std::move(op));
       }
-      changed_.notify_all();
+      guard.unlock();
+      if (idle) changed_.notify_all();
       return number;
     }
     pass(count);
