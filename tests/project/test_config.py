@@ -55,6 +55,7 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("policy.write_back_dirty_cap", "0.25", "from 0 to 1", "float"),
     ("enabled", "no", "True", "bool"),
     ("shadow", 1, "True", "bool"),
+    ("poison_freed", 1, "True", "bool"),
     ("close_timeout_s", 0, "more than 0 seconds", "positive"),
     ("model", "toy", "ModelFacts", "Config.from_dict"),
     ("shape", SHAPE, "ShapeConfig", "Config.from_dict"),
