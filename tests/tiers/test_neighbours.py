@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,6 +23,13 @@ from hicache_actors.tiers.storage.neighbours import (
 )
 
 HASHES = [bytes([n]) * 32 for n in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _logs_go_where_they_did() -> Iterator[None]:
+    """``capture_logs`` leaves structlog configured, and the library then follows that."""
+    yield
+    structlog.reset_defaults()
 
 
 def namespace(**changes: Any) -> Namespace:
