@@ -53,7 +53,7 @@ TOUCH_AFTER_S: Final = 10
 """An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
 
 _KEEP_PATHS: Final = 16_384
-_WORTH_HELP_BYTES: Final = 1 << 20
+_WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 
 T = TypeVar("T")
 

@@ -62,7 +62,7 @@ def test_a_large_batch_is_written_once_by_two_threads(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     folder.open()
     keys = [f"key_{number:02x}" for number in range(24)]
-    buffers = [memoryview(bytes([number]) * (MIB // 8)) for number in range(24)]
+    buffers = [memoryview(bytes([number]) * (MIB // 4)) for number in range(24)]
     asked: list[Callable[[], None]] = []
 
     with ThreadPoolExecutor(1) as pool:
@@ -76,8 +76,8 @@ def test_a_large_batch_is_written_once_by_two_threads(tmp_path: Path) -> None:
     assert written.outcomes == [Stored.WRITTEN] * 24
     assert small.outcomes == [Stored.WRITTEN]
     assert len(asked) == 1
-    again = [memoryview(bytearray(MIB // 8)) for _ in keys]
-    assert folder.read_many(keys, again).lengths == [MIB // 8] * 24
+    again = [memoryview(bytearray(MIB // 4)) for _ in keys]
+    assert folder.read_many(keys, again).lengths == [MIB // 4] * 24
     assert [bytes(buffer) for buffer in again] == [bytes(buffer) for buffer in buffers]
     assert folder.ledger.look().objects == 25
     folder.close()
