@@ -8,6 +8,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Final
 
 from hicache_actors.backends.backend import Backend, BackendFactory
+from hicache_actors.backends.layers import LayeredBackend
+from hicache_actors.backends.layers.options import names_layers
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import ConfigError
 
@@ -34,8 +36,11 @@ _SCHEME: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 def open_backend(url: str, workers: Workers) -> Backend:
     """The backend that ``url`` names, built but not connected: await its `open` next.
 
-    ``workers`` lends the threads for blocking calls.  Raises `ConfigError` for a URL that cannot be honoured.
+    ``workers`` lends the threads for blocking calls.  Several URLs with spaces between are one store in layers, the nearest first.
+    Raises `ConfigError` for a URL that cannot be honoured.
     """
+    if names_layers(url):
+        return LayeredBackend(url, workers, open_one=open_backend)
     match = _SCHEME.match(url)
     if match is None:
         raise ConfigError(

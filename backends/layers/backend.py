@@ -1,0 +1,203 @@
+"""The backend: each call goes to the nearest store first, and what is missing there to the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.layers.layer import Layer
+from hicache_actors.backends.layers.options import LayerOptions
+from hicache_actors.errors import BackendError
+
+if TYPE_CHECKING:
+    from hicache_actors.runtime.workers import Workers
+
+_TURNS: Final = 8  #: of `exists`, from one store to another: a prefix that is scattered more finely ends there
+
+
+class LayeredBackend(Backend):
+    """Reads ask the first store that has an object; writes go where ``write`` says; what a farther store had is promoted.
+
+    A store that fails or hangs costs what only it has: the others go on, and it is left alone for a while (see `Layer`).  A write
+    is acknowledged when one of the stores that it goes to has the object.  What is removed, or bad, is removed from all of them.
+    """
+
+    def __init__(self, url: str, workers: Workers, *, open_one: Callable[[str, Workers], Backend]) -> None:
+        self.url = url
+        self.options = LayerOptions.parse(url)
+        self._layers = [
+            Layer(f"{at}:{one.partition(':')[0]}", open_one(one, workers), self.options.patience_s)
+            for at, one in enumerate(self.options.urls)
+        ]
+        self.scope = self._layers[-1].backend.scope
+        self._promotions: dict[asyncio.Task[None], frozenset[str]] = {}
+        self._removed: dict[str, int] = {}  # while reads or promotions are under way: key to the number of its removal
+        self._removals = self._reads = 0
+        self._promoting_bytes = 0
+        self._counts: Counter[str] = Counter()
+
+    async def open(self) -> None:
+        """All of them, or none."""
+        opened: list[Backend] = []
+        try:
+            for layer in self._layers:
+                await layer.backend.open()
+                opened.append(layer.backend)
+        except BaseException:
+            for backend in opened:
+                await backend.close()
+            raise
+
+    async def register_memory(self, memory: memoryview) -> None:
+        for layer in self._layers:
+            await layer.backend.register_memory(memory)
+
+    async def close(self) -> None:
+        for promotion in self._promotions:
+            promotion.cancel()
+        if self._promotions:
+            await asyncio.wait(list(self._promotions))
+        for layer in self._layers:
+            await layer.backend.close()
+
+    async def exists(self, keys: Sequence[str]) -> int:
+        here, stuck, answered = 0, 0, False
+        for turn in range(_TURNS * len(self._layers)):
+            layer = self._layers[turn % len(self._layers)]
+            left = keys[here:]
+            found = await layer.ask("exists", partial(layer.backend.exists, left))
+            answered |= found is not None
+            here += found or 0
+            stuck = 0 if found else stuck + 1
+            if here == len(keys) or stuck == len(self._layers):
+                break
+        self._raise_unless(answered, "exists")
+        return here
+
+    async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        self._reads += 1
+        try:
+            return await self._read(keys, buffers, self._removals)
+        finally:
+            self._reads -= 1
+            self._forget_removals()
+
+    async def _read(self, keys: Sequence[str], buffers: Sequence[memoryview], removals: int) -> list[bool]:
+        found, missing, answered = [False] * len(keys), list(range(len(keys))), not keys
+        for depth, layer in enumerate(self._layers):
+            if not missing:
+                break
+            some_keys, some_buffers = [keys[at] for at in missing], [buffers[at] for at in missing]
+            answer = await layer.ask("read", partial(layer.backend.read, some_keys, some_buffers))
+            if answer is None:
+                continue
+            answered = True
+            hits = [at for at, here in zip(missing, answer, strict=True) if here]
+            for at in hits:
+                found[at] = True
+            layer.counts["hits"] += len(hits)
+            if depth and hits:
+                # What somebody has removed meanwhile must not come back.
+                kept = [at for at in hits if self._removed.get(keys[at], 0) <= removals]
+                self._promote(depth, [keys[at] for at in kept], [buffers[at] for at in kept])
+            missing = [at for at, here in zip(missing, answer, strict=True) if not here]
+        self._counts["misses"] += len(missing)
+        self._raise_unless(answered, "read")
+        return found
+
+    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
+        targets = {"all": self._layers, "nearest": self._layers[:1], "farthest": self._layers[-1:]}[self.options.write]
+        answers = await asyncio.gather(
+            *(layer.ask("write", partial(layer.backend.write, keys, buffers)) for layer in targets)
+        )
+        outcomes = [Stored.FAILED] * len(keys)
+        for layer, answer in zip(targets, answers, strict=True):
+            if answer is None:
+                continue
+            layer.counts["written"] += list(answer).count(Stored.WRITTEN)
+            # WRITTEN somewhere is more than PRESENT elsewhere, which is more than FAILED.
+            outcomes = [max(one, other, key=_RANK.index) for one, other in zip(outcomes, answer, strict=True)]
+        self._raise_unless(not keys or any(answer is not None for answer in answers), "write")
+        return outcomes
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        await self._stop_promoting(keys)
+        return max(await asyncio.gather(*(layer.backend.delete(keys) for layer in self._layers)))
+
+    async def quarantine(self, key: str) -> bool:
+        await self._stop_promoting([key])
+        removed = await asyncio.gather(*(layer.backend.quarantine(key) for layer in self._layers))
+        self._counts["quarantined"] += any(removed)
+        return any(removed)
+
+    async def clear(self) -> None:
+        for layer in self._layers:
+            await layer.backend.clear()
+
+    async def keys(self) -> AsyncIterator[str]:
+        seen: set[str] = set()
+        for layer in self._layers:
+            listed = layer.backend.keys()
+            async for key in listed:
+                if key not in seen:
+                    seen.add(key)
+                    yield key
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """Of each store under its place and scheme, such as ``0:slab.hits``."""
+        stats: dict[str, int | float | str] = {**self._counts, "promoting_bytes": self._promoting_bytes}
+        for layer in self._layers:
+            stats[f"{layer.name}.breaker"] = layer.state
+            stats |= {f"{layer.name}.{name}": value for name, value in layer.backend.stats().items()}
+            stats |= {f"{layer.name}.{name}": value for name, value in layer.counts.items()}
+        return stats
+
+    def _promote(self, depth: int, keys: list[str], buffers: list[memoryview]) -> None:
+        """Write copies to the nearer stores, beside everything else: the buffers are the caller's again when the read ends."""
+        nbytes = sum(map(len, buffers))
+        if not keys:
+            return
+        if self._promoting_bytes + nbytes > self.options.promote_bytes:
+            self._counts["not_promoted"] += len(keys)
+            return
+        self._promoting_bytes += nbytes
+        copies = [memoryview(bytes(buffer)) for buffer in buffers]
+        promotion = asyncio.ensure_future(self._promoted(depth, keys, copies))
+        self._promotions[promotion] = frozenset(keys)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._promotions[task]
+            self._promoting_bytes -= nbytes
+            self._forget_removals()
+
+        promotion.add_done_callback(ended)
+
+    async def _promoted(self, depth: int, keys: list[str], copies: list[memoryview]) -> None:
+        for layer in self._layers[:depth]:
+            answer = await layer.ask("write", partial(layer.backend.write, keys, copies))
+            self._counts["promoted"] += list(answer or ()).count(Stored.WRITTEN)
+
+    async def _stop_promoting(self, keys: Sequence[str]) -> None:
+        """Before ``keys`` are removed: what brings them nearer has ended, and no read that has begun will."""
+        self._removals += 1
+        if self._reads or self._promotions:
+            self._removed |= dict.fromkeys(keys, self._removals)
+        gone = set(keys)
+        under_way = [promotion for promotion, promoted in self._promotions.items() if not gone.isdisjoint(promoted)]
+        if under_way:
+            await asyncio.wait(under_way)
+
+    def _forget_removals(self) -> None:
+        if not self._reads and not self._promotions:
+            self._removed.clear()
+
+    def _raise_unless(self, answered: bool, what: str) -> None:
+        if not answered:
+            raise BackendError(f"{what}: none of the stores answers")
+
+
+_RANK: Final = (Stored.FAILED, Stored.PRESENT, Stored.WRITTEN)

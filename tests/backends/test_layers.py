@@ -1,0 +1,278 @@
+"""Several stores as one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from hicache_actors.backends import Backend, Hanging, MemoryBackend, Stored, open_backend
+from hicache_actors.backends.layers import LayeredBackend
+from hicache_actors.backends.layers.layer import Layer
+from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.testing.backend_contract import BackendContract, content, room
+
+pytestmark = pytest.mark.anyio
+
+_names = (f"layer-{n}" for n in itertools.count())
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers("layers", 4)
+    yield workers
+    assert workers.close(10.0) == ()
+
+
+class TestContract(BackendContract):
+    """Memory in front of files."""
+
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _medium(self, tmp_path: Path, workers: Workers) -> None:
+        self.workers = workers
+        self.near = f"memory://{next(_names)}"
+        self.far = f"file://{tmp_path}/far"
+
+    async def make(self) -> Backend:
+        return open_backend(f"{self.near} {self.far}", self.workers)
+
+    async def medium_put(self, key: str, data: bytes) -> None:
+        for url in (self.near, self.far):
+            store = open_backend(url, self.workers)
+            await store.open()
+            await store.delete([key])
+            await store.write([key], [memoryview(data)])
+            await store.close()
+
+    async def medium_get(self, key: str) -> bytes | None:
+        far = open_backend(self.far, self.workers)
+        await far.open()
+        buffer = room(1, self.object_bytes)
+        [found] = await far.read([key], buffer)
+        await far.close()
+        return bytes(buffer[0]) if found else None
+
+
+class Two:
+    """A near and a far store in memory, and both as one."""
+
+    def __init__(
+        self, workers: Workers, options: str = "", *, near: Backend | None = None, far: Backend | None = None
+    ) -> None:
+        self.near, self.far = near or MemoryBackend(), far or MemoryBackend()
+        stores = iter((self.near, self.far))
+        self.both = LayeredBackend(
+            f"layers://?{options} memory://near memory://far", workers, open_one=lambda url, workers: next(stores)
+        )
+
+
+def objects(n: int) -> tuple[list[str], list[memoryview]]:
+    keys = [f"k{at}" for at in range(n)]
+    return keys, [memoryview(content(key, 100)) for key in keys]
+
+
+async def promoted(both: LayeredBackend) -> None:
+    while both._promotions:
+        await asyncio.wait(set(both._promotions))
+
+
+async def test_what_is_far_is_found_and_comes_nearer(workers: Workers) -> None:
+    two = Two(workers)
+    keys, data = objects(8)
+    await two.far.write(keys, data)
+    await two.near.write(keys[2:4], data[2:4])
+    assert await two.both.exists([*keys, "absent"]) == 8
+    back = room(8, 100)
+    assert await two.both.read(keys, back) == [True] * 8
+    assert back == data
+    for buffer in back:
+        buffer[:] = bytes(100)  # the slots are somebody else's now
+    await promoted(two.both)
+    assert await two.near.exists(keys) == 8
+    near = room(8, 100)
+    assert await two.near.read(keys, near) == [True] * 8
+    assert near == data
+    assert two.both.stats()["promoted"] == 6
+    assert two.both.stats()["promoting_bytes"] == 0
+
+
+async def test_what_is_promoted_at_once_is_bounded(workers: Workers) -> None:
+    near = Hanging(MemoryBackend(), ("write",))
+    two = Two(workers, "promote_mb=0.00045", near=near)
+    keys, data = objects(8)
+    await two.far.write(keys, data)
+    await two.both.read(keys[:4], room(4, 100))
+    await two.both.read(keys[4:], room(4, 100))
+    near.release()
+    await promoted(two.both)
+    assert await two.near.exists(keys) == 4
+    assert two.both.stats()["not_promoted"] == 4
+
+
+async def test_what_is_removed_does_not_come_back(workers: Workers) -> None:
+    near = Hanging(MemoryBackend(), ("write",))
+    two = Two(workers, near=near)
+    keys, data = objects(2)
+    await two.far.write(keys, data)
+    assert await two.both.read(keys, room(2, 100)) == [True] * 2
+    removal = asyncio.ensure_future(two.both.quarantine("k0"))
+    await checkpoint()
+    near.release()
+    assert await removal
+    await promoted(two.both)
+    assert (await two.near.exists(["k0"]), await two.far.exists(["k0"])) == (0, 0)
+    assert await two.near.exists(["k1"]) == 1
+
+
+@pytest.mark.parametrize(("write", "near", "far"), [("all", 3, 3), ("nearest", 3, 0), ("farthest", 0, 3)])
+async def test_writes_go_where_they_shall(workers: Workers, write: str, near: int, far: int) -> None:
+    two = Two(workers, f"write={write}&promote=no")
+    keys, data = objects(3)
+    assert await two.both.write(keys, data) == [Stored.WRITTEN] * 3
+    assert (await two.near.exists(keys), await two.far.exists(keys)) == (near, far)
+    await two.both.read(keys, room(3, 100))
+    assert await two.near.exists(keys) == near, "nothing is promoted"
+    assert await two.both.write(keys, data) == [Stored.PRESENT] * 3
+
+
+async def test_what_is_bad_goes_from_all(workers: Workers) -> None:
+    two = Two(workers)
+    keys, data = objects(2)
+    await two.both.write(keys, data)
+    assert await two.both.quarantine("k0")
+    assert (await two.near.exists(["k0"]), await two.far.exists(["k0"])) == (0, 0)
+    assert await two.both.exists(["k1"]) == 1
+
+
+class Broken(MemoryBackend):
+    """Fails whatever it is asked, and counts how often that is."""
+
+    asked = 0
+
+    async def exists(self, keys: object) -> NoReturn:
+        self._fail()
+
+    async def read(self, keys: object, buffers: object) -> NoReturn:
+        self._fail()
+
+    async def write(self, keys: object, buffers: object) -> NoReturn:
+        self._fail()
+
+    def _fail(self) -> NoReturn:
+        self.asked += 1
+        raise BackendError("planted")
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+async def test_a_store_that_fails_costs_what_only_it_has_and_is_left_alone(workers: Workers, which: str) -> None:
+    broken = Broken()
+    two = Two(workers, **{which: broken})  # type: ignore[arg-type]
+    keys, data = objects(4)
+    for _ in range(5):
+        assert set(await two.both.write(keys, data)) <= {Stored.WRITTEN, Stored.PRESENT}
+        assert await two.both.exists([*keys, "absent"]) == 4
+        back = room(5, 100)
+        assert await two.both.read([*keys, "absent"], back) == [True] * 4 + [False]
+        assert back[:4] == data
+    assert broken.asked == 2
+    name = {"near": "0:memory", "far": "1:memory"}[which]
+    assert two.both.stats()[f"{name}.breaker"] == "open"
+    assert two.both.stats()[f"{name}.spared"] != 0
+
+
+async def test_when_all_fail_it_is_an_error(workers: Workers) -> None:
+    two = Two(workers, near=Broken(), far=Broken())
+    keys, data = objects(2)
+    for call in (two.both.exists(keys), two.both.read(keys, room(2, 100)), two.both.write(keys, data)):
+        with pytest.raises(BackendError, match="none of the stores"):
+            await call
+
+
+async def test_a_far_store_that_hangs_is_left_alone_by_later_calls(workers: Workers) -> None:
+    far = Hanging(MemoryBackend(), ("exists", "read", "write"))
+    two = Two(workers, "patience_s=0.02", far=far)
+    keys, data = objects(2)
+    await two.near.write(keys, data)
+    hung = [asyncio.ensure_future(two.both.exists(["absent"])) for _ in range(2)]
+    with anyio.fail_after(30):
+        while two.both._layers[1].state != "open":
+            await checkpoint()
+    assert not any(task.done() for task in hung)
+    assert await two.both.exists([*keys, "absent"]) == 2
+    assert await two.both.read([*keys, "absent"], room(3, 100)) == [True, True, False]
+    for task in hung:
+        task.cancel()
+    await asyncio.wait(hung)
+
+
+async def test_one_that_does_not_open_closes_the_others(workers: Workers) -> None:
+    closed = []
+
+    class Watched(MemoryBackend):
+        async def close(self) -> None:
+            closed.append(self)
+
+    class Shut(MemoryBackend):
+        async def open(self) -> None:
+            raise BackendError("shut")
+
+    two = Two(workers, near=Watched(), far=Shut())
+    with pytest.raises(BackendError, match="shut"):
+        await two.both.open()
+    assert closed == [two.near]
+
+
+async def test_closing_ends_promotions(workers: Workers) -> None:
+    two = Two(workers, near=Hanging(MemoryBackend(), ("write",)))
+    keys, data = objects(2)
+    await two.far.write(keys, data)
+    assert await two.both.read(keys, room(2, 100)) == [True] * 2
+    assert len(two.both._promotions) == 1
+    with anyio.fail_after(30):
+        await two.both.close()
+    assert not two.both._promotions
+    assert two.both.stats()["promoting_bytes"] == 0
+
+
+async def test_who_is_back_is_asked_again() -> None:
+    layer = Layer("0:x", MemoryBackend(), 1.0)
+
+    async def fail() -> int:
+        raise BackendError("planted")
+
+    async def work() -> int:
+        return 7
+
+    assert [await layer.ask("x", fail) for _ in range(3)] == [None] * 3
+    assert layer.counts == {"failed": 2, "spared": 1, "breaker_open": 1}
+    assert await layer.ask("x", work) is None
+    assert layer._breaker is not None
+    layer._breaker._since_s -= 10.0  # time passes
+    assert await layer.ask("x", work) == 7
+    assert layer.state == "closed"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("layers://", "names 0 stores"),
+        ("layers:// memory://a", "names 1 stores"),
+        ("memory://a memory://a", "one store twice"),
+        ("layers://?write=some memory://a memory://b", "write"),
+        ("layers://?promote=maybe memory://a memory://b", "promote"),
+        ("layers://?patience_s=0 memory://a memory://b", "patience_s"),
+        ("memory://a nothing", "not a URL"),
+    ],
+)
+def test_urls_that_cannot_be_honoured(url: str, words: str, workers: Workers) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_backend(url, workers)
