@@ -24,33 +24,41 @@ class LayerLoad(Protocol):
 
 
 class Shard:
-    """One rank's part of a `transformers` Llama.  ``reduce`` is called twice a layer, in the same order on all ranks."""
+    """One rank's part of a `transformers` Llama.  ``reduce`` is called twice a layer, in the same order on all ranks.
+
+    A KV head and the query heads that read it stay together.  Where the ranks do not divide the KV heads (SmolLM2-135M has three),
+    the last rank has heads of zeros beside its own: they add nothing, and all ranks have KV of one shape.
+    """
 
     def __init__(self, model: Any, rank: int, ranks: int, reduce: Reduce) -> None:
         config = model.config
-        if config.num_key_value_heads % ranks or config.intermediate_size % ranks:
-            raise ValueError(f"{config.num_key_value_heads} KV heads cannot be split over {ranks} ranks")
-        self.heads = config.num_attention_heads // ranks
-        self.kv_heads = config.num_key_value_heads // ranks
+        self.kv_heads = -(-config.num_key_value_heads // ranks)
+        group = config.num_attention_heads // config.num_key_value_heads
+        self.heads = self.kv_heads * group
+        inner = -(-config.intermediate_size // ranks)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self._reduce = reduce
         weights: dict[str, Tensor] = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        mine = {"q": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim, "v": self.kv_heads * self.head_dim}
 
-        def rows(name: str) -> Tensor:
-            return weights[name].chunk(ranks, dim=0)[rank].contiguous()
+        def rows(name: str, count: int) -> Tensor:
+            part = weights[name][rank * count : (rank + 1) * count]
+            return F.pad(part, (0, 0, 0, count - part.shape[0])).contiguous()
 
-        def columns(name: str) -> Tensor:
-            return weights[name].chunk(ranks, dim=1)[rank].contiguous()
+        def columns(name: str, count: int) -> Tensor:
+            part = weights[name][:, rank * count : (rank + 1) * count]
+            return F.pad(part, (0, count - part.shape[1])).contiguous()
 
         self.embedding, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
         self.output = weights["lm_head.weight"]
         self.layers: list[dict[str, Tensor]] = []
         for index in range(config.num_hidden_layers):
             at = f"model.layers.{index}"
-            layer = {name: rows(f"{at}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")}
-            layer |= {name: rows(f"{at}.mlp.{name}_proj.weight") for name in ("gate", "up")}
-            layer |= {"o": columns(f"{at}.self_attn.o_proj.weight"), "down": columns(f"{at}.mlp.down_proj.weight")}
+            layer = {name: rows(f"{at}.self_attn.{name}_proj.weight", mine[name]) for name in mine}
+            layer |= {name: rows(f"{at}.mlp.{name}_proj.weight", inner) for name in ("gate", "up")}
+            layer["o"] = columns(f"{at}.self_attn.o_proj.weight", mine["q"])
+            layer["down"] = columns(f"{at}.mlp.down_proj.weight", inner)
             layer["norm1"] = weights[f"{at}.input_layernorm.weight"]
             layer["norm2"] = weights[f"{at}.post_attention_layernorm.weight"]
             self.layers.append(layer)
@@ -134,18 +142,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def random_llama(seed: int = 0) -> Any:
-    """Small, random, float32, the same on all ranks."""
+def random_llama(vocabulary: int) -> Any:
+    """Small, random, float32, the same on all ranks; three KV heads, as the real one has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
+        vocab_size=vocabulary,
+        hidden_size=96,
         intermediate_size=128,
         num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
         max_position_embeddings=4096,
         dtype="float32",
         # Wide enough that attention over the whole prompt decides the next token, else wrong pages would change no text.
