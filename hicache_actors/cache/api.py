@@ -16,10 +16,11 @@ import anyio
 import msgspec
 
 from hicache_actors.backends.backend import Backend
+from hicache_actors.cache.admission import Admission, check_rid
 from hicache_actors.cache.asking import Acquire, Asking
 from hicache_actors.cache.assembly import DriverKind, Parts
 from hicache_actors.cache.block_verbs import BlockVerbs
-from hicache_actors.cache.handles import Admission, Lease, Prefetch, check_rid
+from hicache_actors.cache.handles import Lease, Prefetch
 from hicache_actors.cache.observing import ObservationVerbs
 from hicache_actors.cache.planning import plan
 from hicache_actors.cache.policy_verbs import PolicyVerbs

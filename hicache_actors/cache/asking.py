@@ -9,7 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from hicache_actors.cache.handles import Admission, Lease
+from hicache_actors.cache.admission import Admission
+from hicache_actors.cache.handles import Lease
 from hicache_actors.core import Core
 from hicache_actors.errors import HiCacheError, StoppedError
 from hicache_actors.pipelines.effects import Pipelines

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from hicache_actors.cache.handles import BlockLoad, Inside, check_rid
+from hicache_actors.cache.admission import check_rid
+from hicache_actors.cache.handles import BlockLoad, Inside
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
 from hicache_actors.cuda_ext.device import Event

@@ -16,13 +16,12 @@ from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.words import Account, Committed, Failure, LoadResult, Shortfall, pack_slots
 from hicache_actors.cuda_ext.device import Event
-from hicache_actors.errors import UsageError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import CommitEnd
 from hicache_actors.ranks import Driver
-from hicache_actors.ranks.intents import AskAcquire, Release, StopPrefetch
+from hicache_actors.ranks.intents import Release, StopPrefetch
 from hicache_actors.runtime import Workers
 from hicache_actors.transfer.completions import Completion, check_event
 
@@ -305,36 +304,6 @@ class Lease:
         return Load(self._inside, self._loads, self._lease.usable_tokens)
 
 
-class Admission:
-    """How a request gets its lease."""
-
-    def __init__(
-        self, inside: Inside, prompt: Prompt, rid: str, priority: int, room: int = 0, used_tokens: int = 0
-    ) -> None:
-        self.inside, self.prompt, self.rid, self.priority = inside, prompt, rid, priority
-        self.room, self.used_tokens = room, used_tokens
-
-    def lease(self, core: Core) -> Lease:
-        """At once, with what the device has.  In a section."""
-        lease = core.lease(self.prompt, self.rid, self.priority, used_tokens=self.used_tokens)
-        return Lease(self.inside, lease, self.prompt)
-
-    def ask(self, core: Core, deadline_s: float | None) -> int:
-        """Later, with what can be had -> a waiter whose answer goes to `answer`.  In a section."""
-        return core.acquire(self.prompt, self.rid, deadline_s, self.priority, self.room, self.used_tokens)
-
-    def told(self, number: int, deadline_s: float | None) -> AskAcquire:
-        """`ask`, for the other ranks."""
-        return AskAcquire(number, self.prompt, self.rid, deadline_s, self.priority, self.room, self.used_tokens)
-
-    def answer(self, core_lease: CoreLease) -> Lease:
-        return self.inside.handle_of(core_lease, self.prompt)
-
-    def cancel(self, core: Core, waiter: int) -> None:
-        """The caller has gone.  In a section; idempotent."""
-        core.cancel_acquire(waiter)
-
-
 class Prefetch:
     """A fetch from storage to host that is under way for a request, or was not worth starting."""
 
@@ -393,9 +362,3 @@ class Prefetch:
         if self._tokens is None:
             self._tokens = 0 if self._job is None else self._inside.core.prefetch_agreed(self._job.job)
         return self._tokens
-
-
-def check_rid(rid: str) -> None:
-    """Raises `UsageError` for what cannot name a request."""
-    if not isinstance(rid, str) or not rid:
-        raise UsageError(f"rid = {rid!r}: a request id is a non-empty text")

@@ -17,7 +17,8 @@ from typing import Final
 import msgspec
 import torch
 
-from hicache_actors.cache.handles import Admission, Inside, Lease, Load
+from hicache_actors.cache.admission import Admission
+from hicache_actors.cache.handles import Inside, Lease, Load
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.words import Committed, Shortfall
 from hicache_actors.cuda_ext.device import Event
