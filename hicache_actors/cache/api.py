@@ -263,7 +263,8 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         With ranks it is the leader's, and takes a URL: each rank opens that for itself, and all use it from the same step on.
 
         Raises `ConfigError` (a bad URL; a setting that storage needs is missing) or `BackendError` (it cannot be opened, on this
-        rank or on one that is named): then nothing has changed, on any rank.
+        rank or on one that is named): then nothing has changed, on any rank.  "no step": the engine has made none in time; its next
+        one gives the store up, unless all ranks had it open by then.
         """
         self._check_open()
         self._check_switch("attach_storage", store)
