@@ -7,7 +7,7 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
 and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
 and backup in `saving` and `cleaning`, which store is used in `attaching`, what a new one lacks in `backlog`, blocks of the engine's
-own in `blocks`, waiters in `waiting`.
+own in `blocks`, waiters in `waiting`.  What comes and goes is written down in `changes`, for those who listen.
 """
 
 from __future__ import annotations
