@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from typing import Any
 
 import msgspec
 import pytest
-import structlog
 
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Wrapper
@@ -23,13 +22,6 @@ from hicache_actors.tiers.storage.neighbours import (
 )
 
 HASHES = [bytes([n]) * 32 for n in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def _logs_go_where_they_did() -> Iterator[None]:
-    """``capture_logs`` leaves structlog configured, and the library then follows that."""
-    yield
-    structlog.reset_defaults()
 
 
 def namespace(**changes: Any) -> Namespace:
@@ -99,33 +91,43 @@ async def test_a_listing_ends_at_its_limit() -> None:
     assert lists_names(Wrapper(backend))
 
 
+class Log:
+    """What has been warned of."""
+
+    def __init__(self) -> None:
+        self.warnings: list[tuple[str, dict[str, Any]]] = []
+
+    def warning(self, event: str, **values: Any) -> None:
+        self.warnings.append((event, values))
+
+
 @pytest.mark.parametrize("known", [Neighbours(5), None])
 def test_a_populated_store_that_never_hits_is_warned_of_again_and_again(known: Neighbours | None) -> None:
-    with structlog.testing.capture_logs() as logs:
-        hits = HitWatch(structlog.get_logger())
-        if known is not None:
-            hits.found(known)
-        for _ in range(FIRST_WARNING_LOOKUPS - 1):
-            hits.note(0)
-        assert not logs
-        assert not hits.never_hits
-        for _ in range(100 * FIRST_WARNING_LOOKUPS):
-            hits.note(0)
+    log = Log()
+    hits = HitWatch(log)
+    if known is not None:
+        hits.found(known)
+    for _ in range(FIRST_WARNING_LOOKUPS - 1):
+        hits.note(0)
+    assert not log.warnings
+    assert not hits.never_hits
+    for _ in range(100 * FIRST_WARNING_LOOKUPS):
+        hits.note(0)
     assert hits.never_hits
-    assert [entry["event"] for entry in logs] == ["storage_never_hits"] * 3
-    assert [entry["lookups"] for entry in logs] == [64, 512, 4096]
-    assert {entry["objects"] for entry in logs} == {5 if known else "unknown"}
+    assert [event for event, _ in log.warnings] == ["storage_never_hits"] * 3
+    assert [values["lookups"] for _, values in log.warnings] == [64, 512, 4096]
+    assert {values["objects"] for _, values in log.warnings} == {5 if known else "unknown"}
 
 
 def test_one_hit_is_enough_and_an_empty_store_is_no_surprise() -> None:
-    with structlog.testing.capture_logs() as logs:
-        served, empty = HitWatch(structlog.get_logger()), HitWatch(structlog.get_logger())
-        empty.found(Neighbours(0))
-        served.note(1)
-        for _ in range(10 * FIRST_WARNING_LOOKUPS):
-            served.note(0)
-            empty.note(0)
-    assert not logs
+    log = Log()
+    served, empty = HitWatch(log), HitWatch(log)
+    empty.found(Neighbours(0))
+    served.note(1)
+    for _ in range(10 * FIRST_WARNING_LOOKUPS):
+        served.note(0)
+        empty.note(0)
+    assert not log.warnings
     assert not served.never_hits
     assert not empty.never_hits
     assert (served.lookups, served.hits) == (641, 1)
@@ -135,7 +137,9 @@ def test_one_hit_is_enough_and_an_empty_store_is_no_surprise() -> None:
 
 
 @pytest.mark.parametrize("anyio_backend", ["virtual:1", "asyncio"], indirect=True)
-async def test_a_cache_says_who_shares_its_store_and_warns_of_other_grids(anyio_backend: object) -> None:
+async def test_a_cache_says_who_shares_its_store_and_warns_of_other_grids(
+    anyio_backend: object, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = MemoryBackend()
     async with open_small(backend=backend) as small:
         await small.engine.answer(prompt(5))
@@ -143,32 +147,32 @@ async def test_a_cache_says_who_shares_its_store_and_warns_of_other_grids(anyio_
         ours = small.store.keys.namespace
     other = SuffixKeys(msgspec.structs.replace(ours, head_group=1), Rank(tp_size=2))
     await backend.write(other.keys(HASHES), [memoryview(b"x")] * 3)
-    with structlog.testing.capture_logs() as logs:
-        async with open_small(backend=backend) as small:
-            await small.engine.answer(prompt(5))
-            snapshot = small.cache.snapshot().storage
-            assert snapshot is not None
-            assert snapshot.neighbours == {"suffix keys, tp=2": 3}
-            assert (snapshot.lookups, snapshot.lookup_hits, snapshot.never_hits) == (1, 1, False)
-            assert snapshot.shared_with is not None
-            assert "tp=1" in snapshot.shared_with
-    told = {entry["event"]: entry for entry in logs}
-    assert "suffix keys, tp=2 (3 objects)" in told["storage_not_shared"]["warning"]
-    assert told["storage_shared_with"]["who"] == snapshot.shared_with
+    caplog.set_level(logging.INFO, "hicache_actors")
+    async with open_small(backend=backend) as small:
+        await small.engine.answer(prompt(5))
+        snapshot = small.cache.snapshot().storage
+        assert snapshot is not None
+        assert snapshot.neighbours == {"suffix keys, tp=2": 3}
+        assert (snapshot.lookups, snapshot.lookup_hits, snapshot.never_hits) == (1, 1, False)
+        assert snapshot.shared_with is not None
+        assert "tp=1" in snapshot.shared_with
+    told = {record.getMessage().split("'")[1]: record for record in caplog.records}
+    assert told["storage_not_shared"].levelname == "WARNING"
+    assert "suffix keys, tp=2 (3 objects)" in told["storage_not_shared"].getMessage()
+    assert snapshot.shared_with in told["storage_shared_with"].getMessage()
 
 
 @pytest.mark.parametrize("anyio_backend", ["virtual:1"], indirect=True)
-async def test_a_cache_that_never_hits_says_so(anyio_backend: object) -> None:
+async def test_a_cache_that_never_hits_says_so(anyio_backend: object, caplog: pytest.LogCaptureFixture) -> None:
     backend = MemoryBackend()
     await backend.write(["something"], [memoryview(b"x")])
-    with structlog.testing.capture_logs() as logs:
-        async with open_small(backend=backend, device_pages=8) as small:
-            for family in range(FIRST_WARNING_LOOKUPS):
-                await small.engine.answer(prompt(2, family=family))
-            snapshot = small.cache.snapshot().storage
-            assert snapshot is not None
-            assert snapshot.never_hits
-    assert [entry["event"] for entry in logs].count("storage_never_hits") == 1
+    async with open_small(backend=backend, device_pages=8) as small:
+        for family in range(FIRST_WARNING_LOOKUPS):
+            await small.engine.answer(prompt(2, family=family))
+        snapshot = small.cache.snapshot().storage
+        assert snapshot is not None
+        assert snapshot.never_hits
+    assert sum("storage_never_hits" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("anyio_backend", ["virtual:1"], indirect=True)
