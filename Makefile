@@ -45,7 +45,7 @@ test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
 
 test-native: $(STAMP) $(KERNEL_TOOLS) ## compile, sanitize and mutate the native side, without a GPU (about 3 minutes)
-	$(BIN)/python -m pytest -m native tests/native $(TEST_ARGS)
+	$(BIN)/python -m pytest tests/native $(TEST_ARGS)
 
 test-install: $(STAMP) ## install as a wheel and editable, with and without a compiler, and use it (about 3 minutes)
 	$(BIN)/python -m pytest -m install tests/project/test_install.py $(TEST_ARGS)
