@@ -1,0 +1,123 @@
+// Digests, batches of files and first touch in one program, for sanitizers.  Its argument is an empty folder.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "capi.h"
+
+namespace {
+
+std::mt19937 chance(1);
+
+void require(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "%s; last error: %s\n", what, hic_last_error());
+  std::exit(1);
+}
+
+// On the heap and of exactly this size, so that a byte beside it is found.
+struct Bytes {
+  explicit Bytes(uint64_t n) : data(new uint8_t[n]), n(n) {
+    for (uint64_t i = 0; i < n; ++i) data[i] = static_cast<uint8_t>(chance());
+  }
+  std::unique_ptr<uint8_t[]> data;
+  uint64_t n;
+};
+
+void try_digests() {
+  for (int round = 0; round < 300; ++round) {
+    const uint64_t n = 241 + chance() % 5000, cut = chance() % (n + 1);
+    const Bytes whole(n), head(cut), tail(n - cut);
+    std::memcpy(head.data.get(), whole.data.get(), cut);
+    std::memcpy(tail.data.get(), whole.data.get() + cut, n - cut);
+    uint8_t once[16], twice[16];
+    require(!hic_xxh3_128(whole.data.get(), n, nullptr, 0, once), "one run");
+    require(!hic_xxh3_128(head.data.get(), cut, tail.data.get(), n - cut, twice), "two runs");
+    require(!std::memcmp(once, twice, 16), "a cut changes nothing");
+    const uint64_t pages = chance() % 4, tokens = 1 + chance() % 70;
+    const Bytes packed(8 * pages * tokens), hashes(32 * pages), parent(32);
+    require(!hic_page_hashes(parent.data.get(), round % 2 ? 32 : 0, reinterpret_cast<const int64_t*>(packed.data.get()), pages,
+                             tokens, hashes.data.get()),
+            "page hashes");
+  }
+}
+
+void by_threads(const std::function<void()>& work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void try_files(const std::string& folder) {
+  constexpr uint64_t kCount = 40, kChunks = 2;
+  std::vector<std::string> names_of, temporaries_of;
+  std::vector<Bytes> objects, back;
+  std::vector<uint64_t> bytes, numbers;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    names_of.push_back(folder + "/object" + std::to_string(i));
+    temporaries_of.push_back(folder + "/.tmp" + std::to_string(i));
+    bytes.push_back(4096 + chance() % 9000);
+    objects.emplace_back(bytes.back());
+    back.emplace_back(bytes.back());
+    numbers.push_back(i);
+  }
+  std::vector<const char*> paths, temporaries;
+  std::vector<void*> from, to;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    paths.push_back(names_of[i].c_str()), temporaries.push_back(temporaries_of[i].c_str());
+    from.push_back(objects[i].data.get()), to.push_back(back[i].data.get());
+  }
+  const Bytes digest(16), hashes(32 * kCount / kChunks);
+  const uint64_t chunks[kChunks] = {7, 1};
+  const hic_names names{digest.data.get(), hashes.data.get(), chunks, kChunks, nullptr};
+  std::vector<int32_t> written(kCount, HIC_WRITE_SKIPPED), errors(kCount);
+  hic_writes writes{kCount, 0, temporaries.data(), paths.data(), from.data(), bytes.data(), &names, numbers.data(),
+                    written.data(), errors.data(), 0, 0};
+  by_threads([&] { require(!hic_files_write(&writes), "write"); });
+  for (const int32_t outcome : written) require(outcome == HIC_WRITE_WRITTEN, "all are written");
+  std::vector<int64_t> lengths(kCount);
+  std::vector<hic_identity> identities(kCount);
+  std::vector<uint8_t> verdicts(kCount);
+  hic_reads reads{kCount, 0, paths.data(), to.data(), bytes.data(), 0, &names, lengths.data(), identities.data(),
+                  errors.data(), verdicts.data()};
+  by_threads([&] { require(!hic_files_read(&reads), "read"); });
+  for (uint64_t i = 0; i < kCount; ++i) {
+    require(lengths[i] == static_cast<int64_t>(bytes[i]) && verdicts[i] == HIC_VERDICT_OK, "all are read and right");
+    require(!std::memcmp(from[i], to[i], bytes[i]), "and the same");
+  }
+  int32_t error;
+  require(hic_files_leading(kCount, paths.data(), &error) == kCount && !error, "all are there");
+}
+
+void try_touching() {
+  constexpr uint64_t kBytes = 48 << 20;
+  for (const bool to_the_end : {true, false}) {
+    void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    require(memory != MAP_FAILED, "mmap");
+    hic_touching* touching = hic_touch_start(memory, kBytes, 3);
+    require(touching, "start");
+    if (to_the_end) {
+      while (hic_touch_wait(touching, 5) == HIC_TIMEOUT) require(hic_touch_done(touching) <= kBytes, "progress");
+      require(hic_touch_done(touching) == kBytes, "all of it");
+    }
+    hic_touch_stop(touching);
+    munmap(memory, kBytes);
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  try_digests();
+  try_files(arguments[1]);
+  try_touching();
+  std::puts("all well");
+}
