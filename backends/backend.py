@@ -96,6 +96,10 @@ class Backend(ABC):
         """Take a bad object out of sight: later `exists` and `read` miss it, and `write` stores anew.  Default: `delete`."""
         return await self.delete([key]) > 0
 
+    async def lengths(self, keys: Sequence[str]) -> Sequence[int | None]:
+        """Bytes of each object, None where there is none or this store cannot tell.  For the tools of operators.  Default: None."""
+        return [None] * len(keys)
+
     async def clear(self) -> None:
         """Remove every object of this store, and nothing else.  The default goes through `keys` and `delete`."""
         async for key in self.keys():

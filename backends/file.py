@@ -164,6 +164,10 @@ class FileBackend(Backend):
                 self._next_check_s = now_s + max(_CHECK_EVERY_S, took_s * _CHECK_PART)
         return outcomes
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        with self._errors("lengths"):
+            return await self._workers.run(self._folder.lengths, keys)
+
     async def delete(self, keys: Sequence[str]) -> int:
         self._known.discard(keys)
         with self._errors("delete"):

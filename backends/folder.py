@@ -105,6 +105,18 @@ class Folder:
         """Length of the leading run of ``keys`` that are there."""
         return count_leading([self._find(key)[1] for key in keys])
 
+    def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of each object; None where there is none."""
+        found: list[int | None] = []
+        for key in keys:
+            try:
+                status = os.stat(self._find(key)[1], follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(None)
+            else:
+                found.append(status.st_size if stat.S_ISREG(status.st_mode) else None)
+        return found
+
     def read_many(
         self,
         keys: Sequence[str],

@@ -69,6 +69,10 @@ class MemoryBackend(Backend):
         self._counts["quarantined"] += removed
         return removed
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        await checkpoint()
+        return [len(self._objects[key]) if key in self._objects else None for key in keys]
+
     async def clear(self) -> None:
         await checkpoint()
         self._objects.clear()

@@ -94,6 +94,23 @@ class Expected(NamedTuple):
         return native.names(self.namespace, self.page_hashes, self.chunks, unchecked)
 
 
+class Header(NamedTuple):
+    """What an object says of itself; see `FIELDS`."""
+
+    version: int
+    namespace: bytes
+    page_hash: bytes
+    chunk: int
+    payload_bytes: int
+
+
+def read_header(object: memoryview) -> Header | None:
+    """None for what does not begin as an object of ours does, such as a raw one.  Nothing of it is verified."""
+    if len(object) < HEADER_BYTES or bytes(object[: len(MAGIC)]) != MAGIC:
+        return None
+    return Header(*_FIELDS.unpack_from(object)[1:])
+
+
 def clear(object: memoryview) -> None:
     """Make a slot's old content unusable; cheap, any thread."""
     object[: len(MAGIC)] = _CLEARED

@@ -60,6 +60,9 @@ class Wrapper(Backend):
     async def quarantine(self, key: str) -> bool:
         return await self.inner.quarantine(key)
 
+    async def lengths(self, keys: Sequence[str]) -> Sequence[int | None]:
+        return await self.inner.lengths(keys)
+
     async def clear(self) -> None:
         await self.inner.clear()
 

@@ -134,6 +134,12 @@ class LayeredBackend(Backend):
         self._counts["quarantined"] += any(removed)
         return any(removed)
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        answers = [await layer.backend.lengths(keys) for layer in self._layers]
+        return [
+            next((length for length in lengths if length is not None), None) for lengths in zip(*answers, strict=True)
+        ]
+
     async def clear(self) -> None:
         for layer in self._layers:
             await layer.backend.clear()

@@ -111,6 +111,13 @@ class LMCacheBackend(Backend):
         self._bad.update(buried)
         return len(set(buried))
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        async def part(connection: LMCacheConnection, batch: range) -> list[int]:
+            return [await connection.get_into(keys[at], memoryview(b"")) for at in batch]
+
+        answers = await self._run("lengths", range(len(keys)), part)
+        return [None if length < 0 or key in self._bad else length for key, length in zip(keys, answers, strict=True)]
+
     async def quarantine(self, key: str) -> bool:
         removed = await self.delete([key]) > 0
         self._counts["quarantined"] += removed

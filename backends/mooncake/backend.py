@@ -118,6 +118,11 @@ class MooncakeBackend(Backend):
         self._counts["quarantined"] += removed
         return removed
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        client = self._client()
+        answers: list[int] = await self._workers.run(lambda: [client.get_size(name) for name in self._names(keys)])
+        return [answer if answer >= 0 else None for answer in answers]
+
     async def clear(self) -> None:
         pattern = f"^{re.escape(self.options.prefix)}"
         removed: int = await self._workers.run(self._client().remove_by_regex, pattern, True)

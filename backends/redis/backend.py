@@ -117,6 +117,10 @@ class RedisBackend(Backend):
         self._counts["quarantined"] += removed
         return removed
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        answers = await self._ask([("STRLEN", self._key(key)) for key in keys])
+        return [answer if isinstance(answer, int) and answer else None for answer in answers]
+
     async def clear(self) -> None:
         async for batch in self._scan():
             await self.delete(batch)

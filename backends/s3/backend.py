@@ -135,6 +135,10 @@ class S3Backend(Backend):
         self._counts["quarantined"] += removed
         return removed
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        answers = await self._each("lengths", keys, self._length)
+        return [answer if isinstance(answer, int) else None for answer in answers]
+
     async def clear(self) -> None:
         batch = [self._key(key) async for key in self.keys()]
         for start in range(0, len(batch), _DELETED_AT_ONCE):

@@ -184,6 +184,11 @@ class SlabBackend(Backend):
         self._counts["quarantined"] += removed
         return removed
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        file = await self._found_file()
+        found = [None if file is None else file.table.find(key) for key in keys]
+        return [None if slot is None else slot.length for slot in found]
+
     async def clear(self) -> None:
         file = await self._found_file()
         if file is not None:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from hicache_actors.bench import command as bench
-from hicache_actors.command import doctor, plan
+from hicache_actors.command import doctor, plan, store
 from hicache_actors.errors import ConfigError, HiCacheError
 
 DESCRIPTION: Final = "A KV cache of three tiers (device, host, storage) for asyncio LLM servers."
@@ -21,6 +21,7 @@ examples:
   hicache bench core --json    one JSON object, for scripts
   hicache plan --help          size the tiers for a model
   hicache doctor               look at this machine
+  hicache store --help         look at what is stored
   hicache version              versions of this package and of what it runs on
 """
 
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return plan.run(options)
         if options.command == "doctor":
             return doctor.run(options)
+        if options.command == "store":
+            return store.run(options)
         return _version()
     except ConfigError as error:
         print(f"hicache: {error}", file=sys.stderr)
@@ -72,6 +75,15 @@ def _parser() -> argparse.ArgumentParser:
             help="look at this machine and at a configuration",
             description=doctor.HELP,
             epilog=doctor.EPILOG,
+            formatter_class=raw,
+        )
+    )
+    store.add_arguments(
+        commands.add_parser(
+            "store",
+            help="look at a store: inspect, verify, copy, gc, doctor",
+            description=store.HELP,
+            epilog=store.EPILOG,
             formatter_class=raw,
         )
     )

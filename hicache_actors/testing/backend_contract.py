@@ -226,6 +226,11 @@ class BackendContract:
         assert list(await backend.read(keys, back)) == [True] * 3
         assert verify_many(back, scheme.namespace_digest, hashes, scheme.chunks) == [Verdict.OK] * 3
 
+    async def test_lengths_of_what_is_there(self, backend: Backend) -> None:
+        assert list(await backend.lengths([])) == []
+        await backend.write(["a", "b"], [memoryview(content("a", 5000)), memoryview(content("b", 4999))])
+        assert list(await backend.lengths(["a", "absent", "b"])) in ([5000, None, 4999], [None] * 3)
+
     # -- removal ------------------------------------------------------------------------------------------------------
 
     async def test_delete(self, backend: Backend) -> None:
