@@ -103,3 +103,21 @@ def test_equal_updates_leave_equal_digests_and_others_do_not() -> None:
         core.advance_epoch(weights)
     assert one.log_digest == same.log_digest != other.log_digest
     assert one.state_digest() == same.state_digest()
+
+
+def test_blocks_of_the_engine_are_found_no_more_and_saved_anew() -> None:
+    core = make(slots="engine", prefetch_threshold_tokens=1000)
+    core.save_from(prompt(4), "maker", range(4), 0)
+    settle(core)
+    assert core.lookup(prompt(4), "before") == 4 * PAGE
+    core.advance_epoch("v2")
+    core.check()
+    assert core.lookup(prompt(4), "after") == 0
+    core.save_from(prompt(4), "maker", range(4), 0)
+    settle(core)
+    assert core.lookup(prompt(4), "again") == 4 * PAGE
+    assert core.usage().stored_pages == 4
+    for rid in ("before", "after", "again"):
+        core.finish(rid)
+    settle(core)
+    whole(core)
