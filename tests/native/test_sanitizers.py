@@ -1,4 +1,4 @@
-"""What runs in threads, and what works on memory by address, under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
+"""Threads, and work on memory by address, under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
 
 from __future__ import annotations
 
