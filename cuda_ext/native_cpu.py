@@ -143,9 +143,8 @@ class NativeStream(ControlledStream):
         self._copy_function, self._copy_threads = device.copy_function, device.copy_threads
         self._engines = device.engines
         self._lock = threading.Lock()
-        self._live: deque[tuple[int, object]] = (
-            deque()
-        )  # what native code may still touch, by the number of its last op
+        # What native code may still touch, by the number of its last op.
+        self._live: deque[tuple[int, object]] = deque()
         self._external: dict[int, Work] = {}
         self._numbers = 0
         self._runner: threading.Thread | None = None

@@ -34,7 +34,7 @@ class DeviceTeller:
         ``on_broken_event``: told what a foreign event raised when it was asked.
         """
         self._name, self._check, self._on_broken_event, self._watch_s = name, check, on_broken_event, watch_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage inside it may forget the device, and so close it
         self._ring: Ring[tuple[NativeTicket, Callable[[], object]]] = Ring()
         self._asked: list[tuple[object, NativeTicket]] = []
         self._thread: threading.Thread | None = None

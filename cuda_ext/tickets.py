@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -19,6 +21,9 @@ class Teller(Protocol):
     def tell(self, ticket: NativeTicket, callback: Callable[[], object]) -> None:
         """Call ``callback`` once the ticket has ended."""
 
+
+SIGNALS_S: Final = 0.25
+"""How long a signal (Ctrl-C) waits for a main thread that waits for native work."""
 
 _MAKING: Final = threading.Lock()
 
@@ -84,8 +89,11 @@ class NativeTicket(End):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """The GIL is let go, and no thread of Python has to run for it to return."""
-        if not self._done:
-            self._events.wait(*self.event, -1 if timeout_s is None else int(timeout_s * 1e9))
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._done:
+            rest_s = math.inf if end_s is None else end_s - time.monotonic()
+            if self._events.wait(*self.event, int(max(0.0, min(rest_s, SIGNALS_S)) * 1e9)) or rest_s <= SIGNALS_S:
+                break
         return self.query()
 
     def add_callback(self, callback: Callable[[], object]) -> None:

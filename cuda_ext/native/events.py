@@ -27,7 +27,7 @@ class Errors:
     """Exceptions by number: what native code carries in their place.  Any thread may call.  Remembers the last 4096."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage inside it may forget a device, which asks for a number
         self._last = 0
         self._errors: OrderedDict[int, BaseException] = OrderedDict()
 

@@ -169,7 +169,7 @@ void streams() {
   require(hic_ring_new(2 * ROUNDS, &ring) == HIC_OK, "a ring");
   require(hic_event_new(1, &ends) == HIC_OK, "an event");
   Problem problem(true, 64, 5);
-  hic_copies work = {reinterpret_cast<uint64_t>(&problem.plan), 1, 1};
+  hic_copies work = {reinterpret_cast<uint64_t>(&problem.plan), 1, 1, HIC_ENGINE_KERNEL, 0};
   std::vector<hic_event*> events;
   for (int i = 0; i < ROUNDS; ++i) {
     hic_event* event = nullptr;
