@@ -26,7 +26,7 @@ from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import Source, Store, StoreThreads
 from hicache_actors.transfer.plan import CopyPlan
 
-LAYERS, HEADS, PAGE, HEAD_DIM, PAGES = 7, 8, 4, 8, 6
+LAYERS, HEADS, PAGE, HEAD_DIM, PAGES = 7, 8, 4, 8, 5
 HASHES = [bytes([number + 1]) * 32 for number in range(PAGES)]
 
 
@@ -43,7 +43,7 @@ def whole_model(*, mla: bool = False, seed: int = 1) -> list[tuple[torch.Tensor,
 
 
 class Shard:
-    """One rank: layers and heads of the model in device pages 0 to 5, host slots, and a store."""
+    """One rank: layers and heads of the model in the first device pages, host slots, and a store."""
 
     def __init__(
         self, model: list[tuple[torch.Tensor, ...]], rank: Rank, first: int, layers: int, url: str, **keys: Any

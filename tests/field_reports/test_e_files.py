@@ -243,7 +243,7 @@ async def test_b077_answers_are_one_per_page(
 
 
 async def test_b077_a_page_of_several_objects_has_one_answer(tmp_path: Path) -> None:
-    """Given 6 pages of 32 objects each, and a store that refuses one object of page 3.
+    """Given 5 pages of 32 objects each, and a store that refuses one object of page 3.
     When they are stored, looked up and read.
     Then there is one answer a page, of which only the third is bad, the hit is 2 pages, and these are right."""
     [shard] = deployment(whole_model(), 1, (7,), tmp_path, tp_lcm_size=8)
