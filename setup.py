@@ -65,6 +65,8 @@ def digest(folder: str) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
+WARNINGS = ["-Wall", "-Wextra"]
+
 setup(
     ext_modules=[
         Extension(
@@ -73,7 +75,7 @@ setup(
             depends=HEADERS,
             include_dirs=[NATIVE],
             language="c++",
-            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", *ARCH],
+            extra_compile_args=["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-pthread", *WARNINGS, *ARCH],
             extra_link_args=["-pthread", "-Wl,-z,defs"],
             libraries=["dl"],
             py_limited_api=True,  # the name says abi3: the library knows nothing of Python, so it serves every version
