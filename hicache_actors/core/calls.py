@@ -1,4 +1,4 @@
-"""Verbs of `Core` that only some engines need (those that own their blocks, those whose requests wait for room), or an operator."""
+"""Verbs of `Core` that not everybody needs: who owns blocks, fetches ahead, waits for room, or operates the cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.changes import Changes
 from hicache_actors.core.config import WritePolicy
 from hicache_actors.core.explain import Explanation, explain
+from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.order import Eviction
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.state import Note, State
@@ -58,6 +59,31 @@ class BlockCalls:
     def finish(self, rid: str, after: object | None = None) -> None:
         """End what `lookup` has pinned, at once or when ``after`` has fired.  Idempotent; loads and saves run on."""
         self._blocks.finish(rid, after)
+
+
+class FetchCalls:
+    """Fetches from storage; `Core.acquire` makes its own."""
+
+    state: State
+    _fetches: Fetches
+
+    def prefetch(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int | None:
+        """Fetch what no tier holds -> the job (its own, or the one that fetches that already), None if there is nothing to do."""
+        return self._fetches.open(tokens, rid, deadline_s, priority)
+
+    def stop_prefetch(self, job: int, rid: str) -> None:
+        """``rid`` does not want the rest; with nobody left a `StopJob` effect follows.  Idempotent."""
+        self._fetches.stop(job, rid)
+
+    def prefetch_agreed(self, job: int) -> int | None:
+        """Tokens that a prefetch has brought, None while it runs.  The last few thousand can be asked for."""
+        outcome = self._fetches.outcomes.get(job)
+        return None if outcome is None else outcome.pages * self.state.page
+
+    def prefetch_reason(self, job: int) -> str | None:
+        """Why a prefetch that has ended has not brought all; of the last few thousand, else None."""
+        outcome = self._fetches.outcomes.get(job)
+        return None if outcome is None else outcome.reason
 
 
 class RoomCalls:

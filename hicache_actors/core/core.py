@@ -19,7 +19,7 @@ from hicache_actors.core import usage as _usage
 from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
-from hicache_actors.core.calls import BlockCalls, OperatorCalls, RoomCalls
+from hicache_actors.core.calls import BlockCalls, FetchCalls, OperatorCalls, RoomCalls
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.eviction import Evictor
 from hicache_actors.core.fetch import Fetches
@@ -50,7 +50,7 @@ from hicache_actors.core.words import (
 )
 
 
-class Core(BlockCalls, OperatorCalls, RoomCalls):
+class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
     """See the module.  Counts of hits are in tokens, cumulative, multiples of ``page_size``."""
 
     def __init__(self, config: CoreConfig) -> None:
@@ -269,26 +269,6 @@ class Core(BlockCalls, OperatorCalls, RoomCalls):
         """End the lease.  Idempotent, never raises.  With events or holds, ever given, its slots go to a drain job."""
         self._leases.release(lease, after)
         self._waiting.on_release(lease)
-
-    # -- storage ------------------------------------------------------------------------------------------------------------
-
-    def prefetch(self, tokens: Tokens, rid: str, deadline_s: float | None = None, priority: int = 0) -> int | None:
-        """Fetch what no tier holds -> the job (its own, or the one that fetches that already), None if there is nothing to do."""
-        return self._fetches.open(tokens, rid, deadline_s, priority)
-
-    def stop_prefetch(self, job: int, rid: str) -> None:
-        """``rid`` does not want the rest; with nobody left a `StopJob` effect follows.  Idempotent."""
-        self._fetches.stop(job, rid)
-
-    def prefetch_agreed(self, job: int) -> int | None:
-        """Tokens that a prefetch has brought, None while it runs.  The last few thousand can be asked for."""
-        outcome = self._fetches.outcomes.get(job)
-        return None if outcome is None else outcome.pages * self.config.page_size
-
-    def prefetch_reason(self, job: int) -> str | None:
-        """Why a prefetch that has ended has not brought all; of the last few thousand, else None."""
-        outcome = self._fetches.outcomes.get(job)
-        return None if outcome is None else outcome.reason
 
     # -- waiters ------------------------------------------------------------------------------------------------------------
 
