@@ -26,8 +26,7 @@ class LoopRing:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int = CAPACITY) -> None:
-        """For `open`."""
-        self._loop = loop
+        """For `open`.  The loop holds the ring, not the ring the loop: one that is closed without `close` takes it along."""
         self._ring: Ring[asyncio.Future[None]] = Ring(capacity)
         self._users = 0
         self._idle: asyncio.Future[None] | None = None
@@ -60,31 +59,37 @@ class LoopRing:
 
         What is left fails with `StoppedError`.  Its event may end later: it then finds no descriptor of a stranger.
         """
+        loop = asyncio.get_running_loop()
         self._users -= 1
-        if self._users or _RINGS.get(self._loop) is not self:
+        if self._users or _RINGS.get(loop) is not self:
             return True
         try:
-            if self.in_flight:
-                self._idle = self._loop.create_future()
+            if self._awaited():
+                self._idle = loop.create_future()
                 async with asyncio.timeout(timeout_s):
                     await self._idle
         except TimeoutError:
-            bind_log(part="device").warning("tickets_left_at_close", tickets=self.in_flight)
+            bind_log(part="device").warning("tickets_left_at_close", tickets=len(self._awaited()))
         finally:
-            left = self._end() if not self._users else []
+            left = self._end(loop) if not self._users else []
         return not left
 
-    def _end(self) -> list[asyncio.Future[None]]:
-        del _RINGS[self._loop]
-        self._loop.remove_reader(self._ring.fd)
-        left = [future for future in self._ring.abandon() if not future.done()]
+    def _end(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Future[None]]:
+        del _RINGS[loop]
+        loop.remove_reader(self._ring.fd)
+        left = self._awaited()
+        self._ring.abandon()
         for future in left:
             future.set_exception(StoppedError("the loop stopped listening before this had ended"))
         return left
+
+    def _awaited(self) -> list[asyncio.Future[None]]:
+        """Not those whose waiters have been cancelled."""
+        return [future for future in self._ring.waiting() if not future.done()]
 
     def _resolve(self) -> None:
         for future in self._ring.take():
             if not future.done():
                 future.set_result(None)
-        if self._idle is not None and not self._idle.done() and not self.in_flight:
+        if self._idle is not None and not self._idle.done() and not self._awaited():
             self._idle.set_result(None)

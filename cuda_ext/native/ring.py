@@ -88,13 +88,16 @@ class Ring(Generic[T]):
                 self._begin(*self._later.popleft())
         return ended
 
-    def abandon(self) -> list[T]:
-        """Give up what still waits -> it.  What ends later is of no interest."""
+    def waiting(self) -> list[T]:
+        """What still waits, oldest first."""
         with self._lock:
-            left = [*self._open.values(), *(what for _, what in self._later)]
+            return [*self._open.values(), *(what for _, what in self._later)]
+
+    def abandon(self) -> None:
+        """Give up what still waits.  The ring is not asked any more."""
+        with self._lock:
             self._open.clear()
             self._later.clear()
-        return left
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block this thread, without the GIL, until there is something to take or `poke` was called -> False on timeout."""

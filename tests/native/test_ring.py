@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -107,6 +109,15 @@ async def test_a_loop_has_one_ring_for_all_who_open_it() -> None:
     assert ring_of(loop) is None
 
 
+def test_a_loop_that_is_closed_takes_its_ring_along(anyio_backend: object) -> None:
+    async def leave_it_open() -> weakref.ref[LoopRing]:
+        return weakref.ref(LoopRing.open())
+
+    left = asyncio.run(leave_it_open())
+    gc.collect()
+    assert left() is None
+
+
 async def test_many_coroutines_wait_on_few_streams() -> None:
     device = NativeCpuDevice()
     ring = LoopRing.open(capacity=16)
@@ -155,6 +166,18 @@ async def test_close_fails_what_never_ends() -> None:
         await waiter
     assert end.finish()  # late: it finds the old ring, and no stranger's descriptor
     assert await fired(end) is None
+    assert device.close(WAIT_S)
+
+
+async def test_close_does_not_wait_for_who_has_gone() -> None:
+    device = NativeCpuDevice()
+    ring = LoopRing.open()
+    waiter = asyncio.ensure_future(fired(device.make_end()))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.wait([waiter])
+    assert ring.in_flight == 1
+    assert await ring.close(WAIT_S)
     assert device.close(WAIT_S)
 
 
