@@ -99,6 +99,8 @@ class StorageSwitch:
             )
             if outcome is None:
                 raise BackendError(f"attach {source.url}: no step within {deadline_s} s")
+            if outcome.refused == "degraded":
+                self._tier.drop(offered[0][0])  # nobody may have begun to open it
             if outcome.refused is not None:
                 raise offered[0][1].error or BackendError(_refusal(source.url, outcome), retryable=False)
             if old is not None and (running := self._tier.being_run_down(old)) is not None:

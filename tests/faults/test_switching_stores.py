@@ -18,7 +18,7 @@ from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Hanging, Slow, Verb, Wrapper
 from hicache_actors.config import Deadlines, ModelFacts
-from hicache_actors.errors import BackendError, ConfigError, StoppedError
+from hicache_actors.errors import BackendError, ConfigError, StoppedError, TransferError
 from hicache_actors.testing.lives import LIFE_PAGES, reference_token, request, run_checked
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import Small, open_small, prompt, small_config
@@ -458,6 +458,21 @@ def test_a_store_that_no_step_attaches_is_given_up() -> None:
                 assert small.cache.movers.storage.store is not None
                 assert small.cache.movers.storage.store.backend is old
                 assert not old.closed
+
+    run_checked(main, None)
+
+
+def test_a_degraded_cache_takes_no_store() -> None:
+    async def main() -> None:
+        new = Seen(MemoryBackend())
+        async with open_small(check_pools=False) as small:
+            small.cache.driver.fail(TransferError("planted"))
+            await asyncio.sleep(0.1)
+            with pytest.raises(BackendError, match="degraded"):
+                await small.cache.attach_storage(new)
+            await asyncio.sleep(0.1)
+            assert new.closed
+            assert not new.opened
 
     run_checked(main, None)
 
