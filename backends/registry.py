@@ -21,6 +21,8 @@ ENTRY_POINT_GROUP: Final = "hicache_actors.backends"
 _BUILT_IN: Final = {
     "memory": ("hicache_actors.backends.memory", "MemoryBackend"),
     "file": ("hicache_actors.backends.file", "FileBackend"),
+    "dynamic": ("hicache_actors.backends.foreign.dynamic", "dynamic_backend"),
+    "sglang": ("hicache_actors.backends.foreign.sglang", "SGLangBackend"),
     "lmcache": ("hicache_actors.backends.lmcache", "LMCacheBackend"),
     "mooncake": ("hicache_actors.backends.mooncake", "MooncakeBackend"),
     "sglang-file": ("hicache_actors.backends.sglang_file", "SGLangFileBackend"),
