@@ -16,6 +16,7 @@ TINY_PAGE_TOKENS: Final = 16
 LARGE_PAGE_TOKENS: Final = 256
 OVERHEAD_SHARE: Final = 0.1
 LONG_PROMPT_TOKENS: Final = 32768
+SMALL_CHUNK_BYTES: Final = 64 * 1024
 
 
 class Trap(msgspec.Struct, frozen=True):
@@ -97,9 +98,9 @@ def _page_traps(config: Config, sizes: Sizes) -> Iterator[Trap]:
             "no_header",
             "note",
             "host.header_bytes",
-            "raw slots have no header, so nothing can tell a right page from a wrong or damaged one, and verified storage "
-            "cannot be attached",
-            "set host.header_bytes to 4096",
+            "raw slots have no header, so nothing can tell a right page from a wrong or damaged one, and only raw objects "
+            "can be stored",
+            "set host.header_bytes to 4096, unless pages are shared with SGLang's file store",
         )
 
 
@@ -193,6 +194,23 @@ def _store_traps(config: Config, sizes: Sizes, storage: StorageFacts) -> Iterato
             "storage.url",
             f"{storage.where} lies in the container's own layer: slow, and gone with the container",
             "mount a volume there",
+        )
+    if config.storage.verify != "always" and sizes.layout.header_bytes:
+        yield Trap(
+            "not_verified",
+            "note",
+            "storage.verify",
+            "not each page that is read is compared with its checksum: what a store or its medium has damaged may be served",
+            "set storage.verify to 'always', and storage.scrub_mb_s to find bad objects early",
+        )
+    chunk_bytes = max(end - start for start, end in sizes.layout.object_layout.chunk_spans) - sizes.layout.header_bytes
+    if sizes.layout.order == "page_unified" and chunk_bytes < SMALL_CHUNK_BYTES:
+        yield Trap(
+            "chunks_small",
+            "note",
+            "storage.layer_partition",
+            f"an object holds {format_bytes(chunk_bytes)}: each page costs {len(sizes.layout.chunk_spans)} keys and objects",
+            "raise storage.layer_partition, or lower storage.tp_lcm_size, as far as those who share allow",
         )
     if storage.free_bytes is not None and sizes.host_pages is not None:
         host_bytes = sizes.host_pages * sizes.layout.slot_bytes * storage.ranks

@@ -161,6 +161,12 @@ TRAPS: dict[str, dict[str, Any]] = {
     "storage_on_network": {"storage": StorageFacts("file:///net", 10**12, "nfs4")},
     "storage_on_overlay": {"storage": StorageFacts("file:///layer", 10**12, "overlay")},
     "storage_staged": {"settings": {"host": {"layout": "layer_first"}}, "storage": GOOD_STORE},
+    "not_verified": {"settings": {"storage": {"verify": "sampled"}}, "storage": GOOD_STORE},
+    "chunks_small": {
+        "settings": {"host": {"layout": "page_unified"}, "storage": {"keys": "unified"}},
+        "layout": SlotLayout(SMOLLM2, "page_unified", 4096, head_group=1, layer_partition=3),
+        "storage": GOOD_STORE,
+    },
     "storage_small": {"storage": StorageFacts("file:///small", 10**8, "ext4")},
     "kv_heads_unknown": {"storage": GOOD_STORE, "ranks": 2},
     "storage_slower_than_recompute": {
