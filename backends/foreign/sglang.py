@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -130,14 +130,20 @@ class SGLangBackend(Backend):
         return max(0, min(int(answer), good))
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        found = await self._run("read", lambda: self._move(list(keys), buffers, writes=False)) if keys else []
-        found = [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
-        for key, here in zip(keys, found, strict=True):
-            if not here and await self.exists([key]):
+        found = await self._found(keys, buffers)
+        for at, (key, here) in enumerate(zip(keys, found, strict=True)):
+            if here or not await self.exists([key]):
+                continue
+            [found[at]] = await self._found([key], [buffers[at]])  # written meanwhile?
+            if not found[at]:
                 self._bad.add(key)  # there, but not to be read: of another length
         self._counts["hits"] += sum(found)
         self._counts["misses"] += len(found) - sum(found)
         return found
+
+    async def _found(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        found = await self._run("read", lambda: self._move(list(keys), buffers, writes=False)) if keys else []
+        return [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
         outcomes = [Stored.FAILED] * len(keys)
@@ -252,7 +258,7 @@ def _calls(url: str, asked: str | None, found: type, base: type) -> Calls:
         has.append("v2")
     if asked is not None and asked not in has:
         raise ConfigError(FIELD, url, f"calls={asked!r}: {found.__name__} does not have them", allowed=has)
-    return has[-1] if asked is None else cast(Calls, asked)
+    return has[-1] if asked is None else asked
 
 
 def _extra(url: str, text: str) -> dict[str, Any]:
