@@ -3,6 +3,9 @@
 ``tier`` (the actor) owns ``store`` (a backend, and the jobs about it), whose ``calls`` go through a ``lane`` for each direction,
 with a breaker; ``flights`` keeps a key from being written twice at once, ``latency`` says when stores are shed, and ``threads``
 gives each direction its own.
+
+``pages`` says what a page is to a store (one object or several), ``neighbours`` who else stores the same model there and whether
+anything is ever found, and ``scrub`` looks for bad objects before they are needed.
 """
 
 from hicache_actors.runtime.breaker import BreakerSnapshot
