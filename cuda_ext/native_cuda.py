@@ -59,7 +59,11 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         super().__init__(f"cuda:{index}")
         self.raw = RawCuda(index, path)
         self._engines, self.notice = Engines(), notice
-        facts = self.raw.facts()
+        try:
+            facts = self.raw.facts()
+        except TransferError:
+            self.raw.close()
+            raise
         self.gpu: str = facts.name.decode()
         try:
             self.kernel = self._load_kernel([image, compiled] if kernel is None else [kernel], facts)
@@ -119,17 +123,24 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
             return None
 
     def close(self, timeout_s: float) -> bool:
+        """See `WorkerDevice`.  False also if the driver refuses to take something back."""
         end_s = time.monotonic() + timeout_s
         in_time = super().close(timeout_s)
-        streams = list(self._streams.values())
-        if in_time and not self._gone:
-            # What did not end in time stays as it is: the GPU may still write through it.
-            let_go = [stream.let_go() for stream in streams]
-            if all(let_go):
-                self.registrations.clear()
-                self._gone = self.raw.close()
+        if in_time and not self._gone:  # what did not end in time stays as it is: the GPU may still write through it
+            try:
+                in_time = self._give_back()
+            except TransferError as error:
+                bind_log(part="device").warning("gpu_not_given_back", device=self.name, reason=str(error))
+                in_time = False
         self.teller.close(max(0.0, end_s - time.monotonic()))
         return in_time
+
+    def _give_back(self) -> bool:
+        let_go = [stream.let_go() for stream in list(self._streams.values())]
+        if all(let_go):
+            self.registrations.clear()
+            self._gone = self.raw.close()
+        return self._gone
 
     _gone = False
 

@@ -107,6 +107,7 @@ class DeviceTeller:
             with self._lock:
                 if self._closing and not len(self._ring) and not self._asked:
                     self._thread = None
+                    self._told.set()  # whoever began to close since this turn began
                     return
                 limit_s = POLL_S if self._asked else self._watch_s if self._watching else None
             self._ring.wait(limit_s)

@@ -146,10 +146,11 @@ class WorkerStream(CountingStream):
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     def _put(self, item: _Item) -> None:
+        lost = self._device.lost  # not under the lock: to see a loss first is to drop everything
         with self._changed:
             if self._stopping:
                 raise StoppedError(f"device {self._device.name} is closed")
-            error = self._dropped or self._device.lost
+            error = self._dropped or lost
             if error is None:
                 self._queue.append(item)
                 self.submitted += item[1] is not None
