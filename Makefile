@@ -27,7 +27,7 @@ help: ## say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three tiers and prove every byte (about 4 minutes)
-	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(DEMO_ARGS)
+	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(if $(STORAGE),--storage '$(STORAGE)') $(DEMO_ARGS)
 
 test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minutes)
 	$(BIN)/python -m pytest -m "not slow and not engine and not native" $(TEST_ARGS)

@@ -36,8 +36,11 @@ from chat_proof import Plain, Recorder, Turn, Verdict
 from chat_texts import TOPICS, Chats
 
 from hicache_actors import Config, HiCache, HostConfig, KVTensors, Prompt, StorageConfig
+from hicache_actors.backends import open_backend
 from hicache_actors.integrations.serving import Generation, ServedModel, ServingConfig, ServingEngine, replay
 from hicache_actors.integrations.transformers import kv_shape_of
+from hicache_actors.masking import masked
+from hicache_actors.runtime import Workers
 from hicache_actors.testing.shadow import ShadowStore
 
 ORDER = "A1+B1 B2+C1 D1+E1 A2+B3 C2+D2 | A3+B4 C3+E2"
@@ -48,7 +51,7 @@ lru would let one tier do all the work."""
 class Demo:
     """The model, its texts and what is recorded; the cache itself comes and goes."""
 
-    def __init__(self, args: argparse.Namespace, storage: Path, schedule: Path) -> None:
+    def __init__(self, args: argparse.Namespace, storage_url: str, schedule: Path) -> None:
         self.args, self.schedule = args, schedule
         self.model, self.tokenizer, facts = load_model(args.model, args.wheels)
         self.plain = Plain(copy.deepcopy(self.model), args.chunk_tokens, self.tokenizer.end)
@@ -60,7 +63,7 @@ class Demo:
             model=facts,
             page_size=args.page,
             host=HostConfig(pages=args.host_pages),
-            storage=StorageConfig(url=storage.resolve().as_uri()),
+            storage=StorageConfig(url=storage_url),
         )
         self.serving = ServingConfig(max_step_tokens=args.chunk_tokens, max_running=min(8, args.chunk_tokens))
 
@@ -165,9 +168,8 @@ def arguments() -> argparse.Namespace:
     )
     add(
         "--storage",
-        type=Path,
         metavar="FOLDER",
-        help="an empty folder for stored pages, kept afterwards (a temporary one)",
+        help="an empty folder for stored pages, or the URL of an empty store; kept afterwards (a temporary folder)",
     )
     add("--json", type=Path, metavar="PATH", help="write turns, times and verdict there")
     add(
@@ -201,16 +203,34 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def storage_url(where: str) -> str:
+    return where if "://" in where else Path(where).resolve().as_uri()
+
+
+async def holds_something(url: str) -> bool:
+    """Stores that cannot list their names are taken at their word."""
+    workers = Workers("look", 1)
+    backend = open_backend(url, workers)
+    try:
+        await backend.open()
+        names = backend.keys()
+        async for _ in names:
+            return True
+        return False
+    finally:
+        await backend.close()
+        workers.close()
+
+
 def main() -> int:
     args = arguments()
     started = time.monotonic()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="hicache-chat-") as scratch:
-        storage: Path = args.storage or Path(scratch) / "pages"
-        storage.mkdir(parents=True, exist_ok=True)
-        if any(storage.iterdir()):
-            raise SystemExit(f"--storage {storage} is not empty: pages of unknown origin could not be verified")
-        verdict = asyncio.run(Demo(args, storage, Path(scratch) / "schedule").run())
+        url = storage_url(args.storage or f"{scratch}/pages")
+        if asyncio.run(holds_something(url)):
+            raise SystemExit(f"--storage {masked(url)} is not empty: pages of unknown origin could not be verified")
+        verdict = asyncio.run(Demo(args, url, Path(scratch) / "schedule").run())
     verdict.show()
     print(f"{time.monotonic() - started:.0f} s in all")
     if args.json is not None:
