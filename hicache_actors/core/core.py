@@ -88,9 +88,12 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
         if not alive:
             self.degrade()
         state.now_ms = max(state.now_ms, now_ms)
-        self._waiting.on_apply()
+        # Most applies bring nothing.  What has no work is not called: a forward pass has driven its code from the caches.
+        waiting = self._waiting
+        if waiting.acquires:
+            waiting.on_apply()
         self._rooms.on_apply()
-        for job_id, phase, value in sorted(values):
+        for job_id, phase, value in sorted(values) if values else ():
             job = state.jobs.open.get(job_id)
             if job is None or job.phase is not phase or phase is Phase.LIMBO:
                 continue
@@ -99,22 +102,26 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
                 job.on_hit(value)
             else:
                 job.on_result(*decode_result(value))
-        for job_id in sorted(released):
+        for job_id in sorted(released) if released else ():
             job = state.jobs.open.get(job_id)
             if job is not None and job.phase is Phase.LIMBO:
                 state.note(Note.RELEASED, job_id)
                 state.close(job)
         if not state.degraded:
-            self._saving.retry_due()
-            self._backlog.work_off()
-        self._waiting.settle_acquires()
+            if self._saving.retries:
+                self._saving.retry_due()
+            if state.backlog:
+                self._backlog.work_off()
+        if waiting.acquires:
+            waiting.settle_acquires()
         for intent in intents:
             intent(self)
         self.news = state.news.take()
 
     def end_section(self) -> None:
         """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
-        self._waiting.settle_acquires()
+        if self._waiting.acquires:
+            self._waiting.settle_acquires()
         self._rooms.grant()
         self._saving.end_section(drain=bool(self._waiting.drains))
         self._blocks.end_section()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
@@ -208,14 +208,16 @@ class Driver(abc.ABC):
         self._fail(exc)
         self.core.degrade()
 
-    def _apply(self, agreed: Agreed, queued: Iterable[Intent] = ()) -> None:
-        left = deque(queued)
-        while self._inbox:
-            left.append(self._inbox.popleft())
+    def _apply(self, agreed: Agreed, queued: Sequence[Intent] = ()) -> None:
+        left: deque[Intent] | tuple[()] = ()
+        intents: Iterable[Intent] = ()
+        if queued or self._inbox:
+            left = deque(queued)
+            while self._inbox:
+                left.append(self._inbox.popleft())
+            intents = _one_by_one(left)
         try:
-            self.core.apply(
-                agreed.now_ms, agreed.values, agreed.released, _one_by_one(left) if left else (), agreed.alive
-            )
+            self.core.apply(agreed.now_ms, agreed.values, agreed.released, intents, agreed.alive)
         except Exception as exc:
             self._break(exc)
             # Somebody waits for each of them, the one that broke Core included.

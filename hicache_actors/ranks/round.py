@@ -54,10 +54,11 @@ class RoundVector:
 
     def __init__(self, slots: int = 64, rows: int = 64, version: int = PROTOCOL_VERSION) -> None:
         self.slots, self.rows, self.version = slots, rows, version
+        self._length = self.HEADER + slots + rows
         self._blank = array("q", [0] * self.HEADER + [NOT_YET] * slots + [0] * rows).tobytes()
 
     def __len__(self) -> int:
-        return self.HEADER + self.slots + self.rows
+        return self._length
 
     def encode(
         self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True, closing: bool = False
@@ -87,8 +88,8 @@ class RoundVector:
         Raises PeerError if a rank speaks another protocol version or has taken other decisions (a dead rank is told by
         ``alive``, not by this: what it decided no longer matters).
         """
-        if len(reduced) != len(self):
-            raise PeerError(f"a round of {len(reduced)} elements, not {len(self)}")
+        if len(reduced) != self._length:
+            raise PeerError(f"a round of {len(reduced)} elements, not {self._length}")
         now_ms, alive, version, minus_version, digest, minus_digest = reduced[: self.HEADER]
         if version != -minus_version:
             raise PeerError(f"protocol versions {version} and {-minus_version} in one group")
@@ -96,13 +97,15 @@ class RoundVector:
             raise PeerError("a peer closes its cache, and this rank's engine goes on")
         if alive and check_digest and digest != -minus_digest:
             raise Diverged(f"the ranks have diverged: decision logs {digest:#x} and {-minus_digest:#x}")
-        wire, first_row = sent.wire, self.HEADER + self.slots
-        values = [
-            (job, phase, value)
-            for at, (job, phase) in enumerate(wire.slots, self.HEADER)
-            if (value := reduced[at]) > NOT_YET
-        ]
-        released = [job for at, job in enumerate(wire.rows, first_row) if reduced[at] == 1]
+        wire = sent.wire
+        values: list[Value] = []
+        released: list[int] = []
+        for at, (job, phase) in enumerate(wire.slots, self.HEADER):
+            if (value := reduced[at]) > NOT_YET:
+                values.append((job, phase, value))
+        for at, job in enumerate(wire.rows, self.HEADER + self.slots):
+            if reduced[at] == 1:
+                released.append(job)
         return Agreed(now_ms, bool(alive), values, released)
 
 

@@ -110,8 +110,10 @@ class StepDriver(Driver):
         self._owner = threading.get_ident()
         self._open = True
         self.steps += 1
-        queued, self._queued = self._queued + self._admitted, []
-        self._admitted = []
+        queued: list[Intent] = []
+        if self._queued or self._admitted:
+            queued = self._queued + self._admitted
+            self._queued, self._admitted = [], []
         self._idle = not queued and not self._inbox
         self._apply(agreed, queued)
 
