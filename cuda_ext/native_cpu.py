@@ -112,7 +112,7 @@ class NativeCpuDevice(ControlledDevice["NativeStream"]):
             streams = list(self._streams.values())
         for stream in streams:
             stream.raw.finish()
-        in_time = [stream.raw.join(end_s - time.monotonic()) for stream in streams]
+        in_time = [stream.join(end_s) for stream in streams]
         for stream in streams:
             stream.drop(StoppedError(f"device {self.name} was closed before this work began"))
             stream.reap()
@@ -193,6 +193,14 @@ class NativeStream(ControlledStream):
 
     def drop(self, error: BaseException) -> None:
         self.raw.drop(ERRORS.code(error))
+
+    def join(self, end_s: float) -> bool:
+        """Wait for both its threads, until the monotonic clock says ``end_s`` -> whether everything submitted was done."""
+        ended = self.raw.join(end_s - time.monotonic())
+        runner = self._runner
+        if ended and runner is not None and runner is not threading.current_thread():
+            runner.join(max(0.0, end_s - time.monotonic()))
+        return ended
 
     def reap(self) -> bool:
         """Let go of what native code is done with -> whether anything is open."""
