@@ -16,13 +16,15 @@ import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Final
 
 from anyio.lowlevel import checkpoint
 
 from hicache_actors.bench.figures import Figures, quantile, ratio, spread
+from hicache_actors.bench.fio import FioLoop, fio_program
 from hicache_actors.bench.plain import BackendLoop, ExecutorLoop, Mover, Pages, PeerLoop, load_peer
 from hicache_actors.bench.progress import Progress
 from hicache_actors.bench.rig import Rig, open_rig, sample_lag
@@ -30,7 +32,7 @@ from hicache_actors.masking import masked
 from hicache_actors.memory.layout import SlotLayout
 
 SIZES: Final = {"pages_1m": (1 << 20, 128), "pages_64k": (64 << 10, 512)}
-RATIOS: Final = {"plain loop": "ratio", "batched loop": "batched_ratio", "peer": "peer_ratio"}
+RATIOS: Final = {"plain loop": "ratio", "batched loop": "batched_ratio", "peer": "peer_ratio", "fio": "fio_ratio"}
 READERS: Final = 4
 WRITERS: Final = 2
 DELAY_PAGES: Final = 4
@@ -94,19 +96,26 @@ async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Pro
     pages = Pages(rig.pages, SlotLayout(rig.cache.kv.shape).object_bytes)
     write_s: dict[str, list[float]] = {}
     read_s: dict[str, list[float]] = {}
+    ours_cpu_s: list[float] = []
     async with _movers(rig, pages) as movers:
         labels = list(movers)
         for number in range(rounds + 1):
             for at in range(len(labels)):
                 label = labels[(at + number) % len(labels)]
                 progress.step(f"{name}: {label}")
+                begun_cpu_s = process_time()
                 write_took_s, read_took_s = await _pass(movers[label], number)
+                if number and label == "ours":
+                    ours_cpu_s.append(process_time() - begun_cpu_s)
                 if number:  # the first round warms up
                     write_s.setdefault(label, []).append(write_took_s)
                     read_s.setdefault(label, []).append(read_took_s)
-    figures: dict[str, float | str | Figures] = {}
+    moved_gb = 2 * rig.pages * page_bytes / 1e9  # written and read
+    figures: dict[str, float | str | Figures] = {"core_s_per_gb": round(median(ours_cpu_s) / moved_gb, 3)}
     for direction, times_s in (("write", write_s), ("read", read_s)):
         ours_s = times_s.pop("ours")
+        if "fio" in times_s:
+            figures[f"fio_{direction}_gb_s"] = round(rig.pages * page_bytes / median(times_s["fio"]) / 1e9, 3)
         figures[f"{direction}_gb_s"] = round(rig.pages * page_bytes / median(ours_s) / 1e9, 3)
         for label, theirs_s in times_s.items():
             # A ratio of speeds is one of times, upside down.
@@ -121,10 +130,17 @@ async def _movers(rig: Rig, pages: Pages) -> AsyncIterator[dict[str, Mover]]:
     Files stay until the end: a file system that has just lost many files may be slow at making new ones.
     """
     movers: dict[str, Mover] = {"ours": Ours(rig)}
-    root = getattr(getattr(rig.backend.inner, "options", None), "root", None)
+    options = getattr(rig.backend.inner, "options", None)
+    root = getattr(options, "root", None)
     if root is None:
-        loop = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
-        yield movers | {"plain loop": loop}
+        movers["plain loop"] = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
+        program = fio_program() if getattr(options, "kind", None) == "slab" else None
+        with ExitStack() as stack:
+            if program is not None:
+                fio = FioLoop(program, Path(options.folder), pages.count, pages.page_bytes)
+                stack.callback(fio.close)
+                movers["fio"] = fio
+            yield movers
         return
     with ExitStack() as stack:
 

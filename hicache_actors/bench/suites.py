@@ -46,6 +46,8 @@ jobs.
                              decisions cost beside the copies
     peer_ratio_*             against one thread with an open, a write or read and a copy per page, as the file backends of
                              other caches do it (from a source tree only: benchmarks/peers)
+    fio_*_gb_s, fio_ratio_*  for slab://, where fio is installed: the disk itself, past the page cache, four processes
+    core_s_per_gb            processor time of this process for a gigabyte, written and read, checksums included
   waiter_delay_us            from the last byte of a fetch until the coroutine that waits for it runs
   loop_lag_p99_ms            how late the event loop wakes sleepers while pages move at full speed
 
