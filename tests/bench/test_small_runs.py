@@ -11,6 +11,7 @@ import pytest
 
 from hicache_actors.bench.completions import measure as measure_completions
 from hicache_actors.bench.figures import Figures, flat
+from hicache_actors.bench.fio import fio_program
 from hicache_actors.bench.reports import ROWS
 from hicache_actors.bench.reports import measure as measure_reports
 from hicache_actors.bench.rig import PAGE_TOKENS, BenchError, open_rig
@@ -21,7 +22,8 @@ from hicache_actors.memory.layout import Order
 from hicache_actors.memory.shapes import KVShape
 
 TINY: Mapping[str, tuple[int, int]] = {"pages_1m": (1 << 20, 3), "pages_64k": (64 << 10, 6)}
-OF_A_SIZE = ["write_gb_s", "read_gb_s", "ratio_write", "ratio_read"]
+OF_A_SIZE = ["write_gb_s", "read_gb_s", "ratio_write", "ratio_read", "core_s_per_gb"]
+OF_FIO = ["fio_write_gb_s", "fio_read_gb_s", "fio_ratio_write", "fio_ratio_read"]
 OF_A_DISK = ["batched_ratio_write", "batched_ratio_read", "peer_ratio_write", "peer_ratio_read"]
 
 
@@ -41,6 +43,14 @@ async def test_storage_on_a_disk(tmp_path: Path) -> None:
     assert {"waiter_delay_us.p50", "waiter_delay_us.p99", "loop_lag_p99_ms"} <= set(found)
     left = [path for path in (tmp_path / "store").rglob("*") if path.suffix == ".kv" or path.name.startswith("bench-")]
     assert left == []
+
+
+async def test_storage_in_a_slab_beside_fio_where_that_is_installed(tmp_path: Path) -> None:
+    figures = await measure_storage(f"slab://{tmp_path}/store?gb=0.03", TINY, 2, 3, quiet=True)
+    for size in TINY:
+        names = OF_A_SIZE + (OF_FIO if fio_program() else [])
+        assert {name for name in check(figures) if name.startswith(size)} == {f"{size}.{each}" for each in names}
+    assert [path.name for path in (tmp_path / "store").iterdir() if "fio" in path.name] == []
 
 
 async def test_storage_that_is_no_disk() -> None:
