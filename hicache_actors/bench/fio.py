@@ -38,7 +38,7 @@ class FioLoop:
     async def _run(self, kind: str) -> float:
         """Raises `BackendError` if fio fails."""
         nbytes = self._count * self._page_bytes
-        share = nbytes // JOBS // self._page_bytes * self._page_bytes
+        share = -(-self._count // JOBS) * self._page_bytes
         process = await asyncio.create_subprocess_exec(
             self._program, "--name=hicache", f"--directory={self._folder}", f"--filename_format={_FILE}.$jobnum",
             f"--rw={kind}", f"--bs={self._page_bytes}", f"--size={share}", f"--numjobs={JOBS}", "--direct=1",
