@@ -15,7 +15,7 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -57,19 +57,20 @@ async def measure(
     progress = Progress(len(sizes) * (4 * (rounds + 1) + 2) + 1, quiet=quiet)
     lags_s: list[float] = []
     figures: dict[str, float | str | Figures] = {"url": masked(url)}
-    try:
+    stored: set[str] = set()
+    with closing(progress), ExitStack() as folders:
         for name, (page_bytes, pages) in sizes.items():
             async with open_rig(
                 url, page_bytes=page_bytes, pages=pages, read_concurrency=READERS, write_concurrency=WRITERS
             ) as rig:
-                figures[name] = await _size(rig, name, page_bytes, rounds, progress)
+                figures[name] = await _size(rig, name, page_bytes, rounds, folders, progress)
                 await _lag(rig, name, lags_s, progress)
-                await rig.backend.forget()
+                stored |= rig.backend.stored
         progress.step("waiter delay")
         async with open_rig(url, page_bytes=64 << 10, pages=DELAY_PAGES) as rig:
             figures["waiter_delay_us"] = spread(await _delays_s(rig, delay_rounds), scale=1e6, digits=1)
-    finally:
-        progress.close()
+            rig.backend.stored |= stored
+            await rig.backend.forget()
     figures["loop_lag_p99_ms"] = round(quantile(lags_s, 0.99) * 1e3, 3)
     return figures
 
@@ -92,12 +93,12 @@ class Ours:
         return took_s
 
 
-async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Progress) -> Figures:
+async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, folders: ExitStack, progress: Progress) -> Figures:
     pages = Pages(rig.pages, SlotLayout(rig.cache.kv.shape).object_bytes)
     write_s: dict[str, list[float]] = {}
     read_s: dict[str, list[float]] = {}
     ours_cpu_s: list[float] = []
-    async with _movers(rig, pages) as movers:
+    async with _movers(rig, pages, folders) as movers:
         labels = list(movers)
         for number in range(rounds + 1):
             for at in range(len(labels)):
@@ -124,10 +125,10 @@ async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Pro
 
 
 @asynccontextmanager
-async def _movers(rig: Rig, pages: Pages) -> AsyncIterator[dict[str, Mover]]:
-    """The pipelines and what they are compared with, by label.
+async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[dict[str, Mover]]:
+    """The pipelines and what they are compared with, by label; ``folders`` gets what is to be removed.
 
-    Files stay until the end: a file system that has just lost many files may be slow at making new ones.
+    Files stay until the end of all sizes: a file system that has just lost many files may be slow at making new ones.
     """
     movers: dict[str, Mover] = {"ours": Ours(rig)}
     options = getattr(rig.backend.inner, "options", None)
@@ -146,7 +147,7 @@ async def _movers(rig: Rig, pages: Pages) -> AsyncIterator[dict[str, Mover]]:
 
         def folder() -> str:
             # Inside the store's, so that it is the same disk; the store leaves alone what is not its own.
-            return stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=root))
+            return folders.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=root))
 
         for label, batched in (("plain loop", False), ("batched loop", True)):
             executor_loop = ExecutorLoop(folder(), pages, readers=READERS, writers=WRITERS, batched=batched)
@@ -188,5 +189,4 @@ async def _delays_s(rig: Rig, rounds: int) -> list[float]:
         await rig.fetch(prompt, f"delay-{number}")
         delays_s.append(perf_counter() - rig.backend.last_byte_s)
     await rig.clear()
-    await rig.backend.forget()
     return delays_s[1:]
