@@ -19,7 +19,7 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
-from typing import Final
+from typing import Any, Final
 
 from anyio.lowlevel import checkpoint
 
@@ -65,6 +65,8 @@ async def measure(
             ) as rig:
                 figures[name] = await _size(rig, name, page_bytes, rounds, folders, progress)
                 await _lag(rig, name, lags_s, progress)
+                if _option(rig, "root") is None:
+                    await rig.backend.forget()
                 stored |= rig.backend.stored
         progress.step("waiter delay")
         async with open_rig(url, page_bytes=64 << 10, pages=DELAY_PAGES) as rig:
@@ -131,14 +133,13 @@ async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[d
     Files stay until the end of all sizes: a file system that has just lost many files may be slow at making new ones.
     """
     movers: dict[str, Mover] = {"ours": Ours(rig)}
-    options = getattr(rig.backend.inner, "options", None)
-    root = getattr(options, "root", None)
+    root = _option(rig, "root")
     if root is None:
         movers["plain loop"] = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
-        program = fio_program() if getattr(options, "kind", None) == "slab" else None
+        program = fio_program() if _option(rig, "kind") == "slab" else None
         with ExitStack() as stack:
             if program is not None:
-                fio = FioLoop(program, Path(options.folder), pages.count, pages.page_bytes)
+                fio = FioLoop(program, Path(_option(rig, "folder")), pages.count, pages.page_bytes)
                 stack.callback(fio.close)
                 movers["fio"] = fio
             yield movers
@@ -157,6 +158,11 @@ async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[d
         if peer is not None:
             movers["peer"] = PeerLoop(peer, pages)
         yield movers
+
+
+def _option(rig: Rig, name: str) -> Any:
+    """An option of the store's backend; None if it has none of that name."""
+    return getattr(getattr(rig.backend.inner, "options", None), name, None)
 
 
 async def _pass(mover: Mover, number: int) -> tuple[float, float]:
