@@ -1,4 +1,4 @@
-"""The backlog: what is on the host when a store is attached, and not in it.
+"""The backlog: what is on the host when a store is attached, or when somebody waits until everything is stored, and not in it.
 
 It is backed up by the jobs that save what is computed, paths from their roots, at most one job of the backlog at a time, and none
 while a failed backup is not made good.
@@ -35,14 +35,23 @@ class Backlog:
         tree.hints.clear()
         state.storage = attached
         state.storage_epoch += 1
+        state.residents.recall()
         state.backlog.clear()
-        if attached and not state.degraded:
-            on_host = (node for node in tree.table.values() if node.at[HOST].state == READY)
-            state.backlog.extend(sorted(on_host, key=lambda node: node.end))  # what most prompts share comes first
+        if self.saving.ahead.stores_at_once:
+            self.take_in()
         state.changed = True
         state.note(Note.STORAGE, state.storage_epoch, attached)
         state.effects.append(use)
         self.work_off()
+
+    def take_in(self) -> None:
+        """All that is on the host is to be looked at, O(nodes)."""
+        state = self.state
+        state.backlog.clear()
+        if state.storage and not state.degraded:
+            nodes = state.tree.table.values()
+            on_host = (node for node in nodes if node.at[HOST].state == READY and node.stored == UNSTORED)
+            state.backlog.extend(sorted(on_host, key=lambda node: node.end))  # what most prompts share comes first
 
     def work_off(self) -> None:
         """In apply: back up the next pages."""

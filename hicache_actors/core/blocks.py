@@ -308,7 +308,7 @@ class Blocks:
             reason = "save_failed" if job.epoch == state.epoch else "reset"
         state.news.saves.append(SaveEnd(part.save_id, part.rid, pages, part.present_pages, reason))
         self.saving.written(part, good, bad)
-        if good and state.storage:
+        if good and state.storage and self.saving.ahead.stores_at_once:
             # What was saved below in the meantime could not be stored above a hole.
             for node in tree.subtree(good[-1])[1:]:
                 if node.at[HOST].state == READY and node.stored == UNSTORED and not node.kids:

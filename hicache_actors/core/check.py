@@ -103,7 +103,7 @@ def _check_locks(state: State, nodes: list[Node]) -> None:
 def _check_order(state: State, nodes: list[Node], place: int) -> None:
     residents = state.residents
     protected = residents.protects_dirty
-    queues = {DEVICE: (residents.device,), HOST: (residents.host, residents.twins)}[place]
+    queues = {DEVICE: (residents.device,), HOST: (residents.host, residents.twins, residents.front)}[place]
     listed = [residency for queue in queues for residency in queue.listed()]
     ids = {id(residency) for residency in listed}
     assert len(ids) == len(listed), "listed twice"
@@ -119,6 +119,8 @@ def _check_order(state: State, nodes: list[Node], place: int) -> None:
     assert residents.unlocked[place] == unlocked, "evictable"
     resident = sum(len(node.at[place].slots) for node in nodes) // SLOT_BYTES
     assert residents.resident[place] == resident, "resident"
+    front = residents.front
+    assert front.pages == sum(len(residency.slots) for residency in front.listed()) // SLOT_BYTES, "front"
 
 
 def _check_dirty(state: State, nodes: list[Node]) -> None:
@@ -204,6 +206,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
     facts = (
         nodes,
         [[residency.node.tag for residency in queue.listed()] for queue in state.residents.queues],
+        [residency.node.tag for residency in state.residents.front.listed()],
         (state.policies.write, state.policies.eviction.name, state.residents.moving),
         [pool.free_slots() for pool in state.pools],
         [pin_facts(pin) for pin in state.pins.all.values()],
@@ -216,8 +219,8 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         list(state.tree.hints.items()),
         (state.storage, state.storage_epoch, [node.tag for node in state.backlog]),
         [(waiter, acquire.rid, acquire.job) for waiter, acquire in waiting.acquires.items()],
-        list(waiting.stores),
-        list(waiting.drains),
+        [(waiter, entry.asked_pages) for waiter, entry in waiting.stores.items()],
+        (list(waiting.drains), saving.backup_pages, saving.ahead.facts()),
         [
             (rid, look.found_pages, look.fetch_job, look.may_fetch, [pin.uid for pin in look.pins])
             for rid, look in blocks.looks.items()

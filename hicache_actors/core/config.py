@@ -11,6 +11,7 @@ from hicache_actors.errors import ConfigError
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "none"]
 SlotOwner: TypeAlias = Literal["owned", "engine"]
+StoreOn: TypeAlias = Literal["publish", "host_evict"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 
 WRITE_POLICIES: Final[tuple[WritePolicy, ...]] = get_args(WritePolicy)
@@ -24,9 +25,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``write_back_dirty_cap`` of the device pool is left on the device alone, and if more than the share ``write_back_water_mark`` is
     neither free nor evictable, saving runs ahead of demand.  ``slru_protected_hits``: uses that protect a page under slru.
 
-    ``storage=False``: no prefetch, no backup.  ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots``
-    and ``table_rows`` are the places of jobs on the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those
-    of failed backups, on the agreed clock; their number is the number of retries.
+    ``storage=False``: no prefetch, no backup.  ``store_on``: pages are stored when they have come to the host, or before they leave
+    it: what of the host pool is above the share ``store_water_mark`` is kept free, or stored and next to go.  ``enabled=False``:
+    nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places of jobs on the wire (HIT or
+    RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed clock; their number is the
+    number of retries.
     """
 
     page_size: int
@@ -39,6 +42,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     eviction: Eviction = "lru"
     slru_protected_hits: int = 2
     storage: bool = True
+    store_on: StoreOn = "publish"
+    store_water_mark: float = 0.75
     prefetch_threshold_tokens: int = 256
     prefetch_policy: PrefetchPolicy = "timeout"
     retry_delays_s: tuple[float, ...] = (1, 4, 16)
@@ -66,9 +71,10 @@ class CoreConfig(msgspec.Struct, frozen=True):
             ("eviction", EVICTIONS),
             ("slots", get_args(SlotOwner)),
             ("prefetch_policy", get_args(PrefetchPolicy)),
+            ("store_on", get_args(StoreOn)),
         ):
             check_name(field, getattr(self, field), allowed)
-        for field in ("write_back_water_mark", "write_back_dirty_cap"):
+        for field in ("write_back_water_mark", "write_back_dirty_cap", "store_water_mark"):
             share = getattr(self, field)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ConfigError(field, share, "must be a share, from 0 to 1")

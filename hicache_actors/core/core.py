@@ -6,8 +6,8 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 
 Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
 and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
-and backup in `saving` and `cleaning`, which store is used in `attaching`, what a new one lacks in `backlog`, blocks of the engine's
-own in `blocks`, waiters in `waiting`.  What comes and goes is written down in `changes`, for those who listen.
+and backup in `saving`, `cleaning` and `ahead`, which store is used in `attaching`, what a new one lacks in `backlog`, blocks of
+the engine's own in `blocks`, waiters in `waiting`.  What comes and goes is written down in `changes`, for those who listen.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
         self._loads = Loads(self.state, self._rooms)
         self._leases = Leases(self.state, self._loads, self._fetches)
         self._blocks = Blocks(self.state, self._fetches, self._loads, self._leases, self._saving)
-        self._waiting = Waiting(self.state, self._leases, self._fetches, self._saving)
+        self._waiting = Waiting(self.state, self._leases, self._fetches, self._saving, self._backlog)
         self.news = NOTHING_NEW  #: what the last apply has named, and the section before it
 
     # -- sections -----------------------------------------------------------------------------------------------------------
@@ -112,6 +112,7 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
                 self._saving.retry_due()
             if state.backlog:
                 self._backlog.work_off()
+            self._saving.ahead.advance()
         if waiting.acquires:
             waiting.settle_acquires()
         for intent in intents:
@@ -123,7 +124,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
         if self._waiting.acquires:
             self._waiting.settle_acquires()
         self._rooms.grant()
-        self._saving.end_section(drain=bool(self._waiting.drains))
+        self._waiting.ask_stored()
+        self._saving.end_section()
         self._blocks.end_section()
         self._leases.end_section()
         self._waiting.end_section()
@@ -306,14 +308,16 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
         """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
 
         Reasons: None (all), "not_committed", "evicted", "given_up", "policy" (not saved by the write policy so far), "degraded",
-        "no_storage".  Under write_back what is dirty of the prompt is saved now.
+        "no_storage".  Who waits is served now: under write_back what is dirty of the prompt is saved, and under ``store_on =
+        "host_evict"`` it is backed up as soon as it is on the host.
         """
         return self._waiting.stored(tokens)
 
     def drained(self) -> int:
         """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open.
 
-        Under write_back all dirty pages are saved, roots first, as far as the host has room.
+        Under write_back all dirty pages are saved, roots first, as far as the host has room; under ``store_on = "host_evict"`` all
+        that is on the host is backed up, roots first, and what comes there meanwhile.
         """
         return self._waiting.drained()
 

@@ -128,7 +128,7 @@ class Evictor:
                 self._reclaim(pages - pool.free, lambda twin: twin.node.stored == STORED)
         freed: list[Slots] = []
         short = pages - pool.free
-        while short > 0 and (residency := residents.host.pop()) is not None:
+        while short > 0 and (residency := residents.pop_host()) is not None:
             if not residency.locks:
                 freed.append(residency.slots)
                 short -= len(residency.slots) // SLOT_BYTES
@@ -176,6 +176,9 @@ class Evictor:
         state = self.state
         pages = len(node.at[place].slots) // SLOT_BYTES
         state.evictions.remember(node, pages, place, state.now_ms, state.cause)
+        saved_again = node.at[DEVICE].state and state.residents.protects_dirty
+        if place == HOST and state.storage and node.stored != STORED and not saved_again:
+            state.count("evicted_unstored_pages", pages)
         state.residents.vacate(node, place)
         if place == DEVICE:
             node.events = ()

@@ -291,7 +291,7 @@ class Fetches:
                     self.state.residents.put(child, HOST, slots, READY)
                     if job.storage_epoch == self.state.storage_epoch:
                         tree.set_stored(child, STORED)
-                    elif self.state.storage:
+                    elif self.state.storage and self.state.saving.ahead.stores_at_once:
                         self.state.backlog.append(child)
                 else:
                     left.append(slots)

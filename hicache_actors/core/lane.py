@@ -16,16 +16,16 @@ from hicache_actors.core.node import NOWHERE, Residency
 class Lane:
     """Lists residencies by tick; `pop` hands out the oldest, or with ``newest_first`` the newest.
 
-    A residency's tick must not change while it is listed.  ``emptied`` is called when the last one has gone.
+    A residency's tick must not change while it is listed.  ``left`` is called with each one that is not listed any more.
     """
 
-    __slots__ = ("_emptied", "_head", "_late", "_newest_first", "_sign", "rank")
+    __slots__ = ("_head", "_late", "_left", "_newest_first", "_sign", "rank")
 
     def __init__(
-        self, *, newest_first: bool = False, rank: int = 0, emptied: Callable[[Lane], None] | None = None
+        self, *, newest_first: bool = False, rank: int = 0, left: Callable[[Lane, Residency], None] | None = None
     ) -> None:
         self.rank = rank
-        self._newest_first, self._emptied = newest_first, emptied
+        self._newest_first, self._left = newest_first, left
         self._sign = -1 if newest_first else 1
         self._head = Residency(NOWHERE)
         self.drop()
@@ -68,20 +68,24 @@ class Lane:
         else:
             self._leave(residency)
         residency.lane = None
-        if self._emptied is not None and self.empty:
-            self._emptied(self)
+        if self._left is not None:
+            self._left(self, residency)
 
-    def pop(self) -> Residency | None:
-        """Unlist and return the next one; None when nothing is listed."""
+    def peek(self) -> Residency | None:
+        """The one that `pop` would return."""
         head = self._head
         residency = head.older if self._newest_first else head.newer
         assert residency is not None
         late = self._late
         if late and (residency is head or self._sign * late[0].tick < self._sign * residency.tick):
-            residency = late[0]
-        elif residency is head:
-            return None
-        self.discard(residency)
+            return late[0]
+        return None if residency is head else residency
+
+    def pop(self) -> Residency | None:
+        """Unlist and return the next one; None when nothing is listed."""
+        residency = self.peek()
+        if residency is not None:
+            self.discard(residency)
         return residency
 
     def listed(self) -> list[Residency]:

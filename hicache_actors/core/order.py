@@ -27,6 +27,7 @@ from hicache_actors.core.node import Node, Residency
 
 Eviction: TypeAlias = Literal["lru", "slru", "lfu", "fifo", "mru", "filo", "priority"]
 EVICTIONS: Final[tuple[Eviction, ...]] = get_args(Eviction)
+Left: TypeAlias = Callable[[Lane, Residency], None]
 
 
 class Order(Protocol):
@@ -35,8 +36,11 @@ class Order(Protocol):
     def offer(self, residency: Residency) -> None:
         """List it at its place; it is not listed now."""
 
+    def peek(self) -> Residency | None:
+        """The one that should go next; None when nothing is listed."""
+
     def pop(self) -> Residency | None:
-        """Unlist and return the one that should go next; None when nothing is listed."""
+        """Unlist and return that one."""
 
     def listed(self) -> list[Residency]:
         """All that are listed, next to go first (for checks)."""
@@ -48,8 +52,8 @@ class Order(Protocol):
 class RankedOrder:
     """Lowest rank first (``backwards``: highest), inside a rank by last use.  One lane a rank, only while somebody is in it."""
 
-    def __init__(self, rank: Callable[[Node], int], *, backwards: bool = False) -> None:
-        self._rank, self._backwards = rank, backwards
+    def __init__(self, rank: Callable[[Node], int], *, backwards: bool = False, left: Left | None = None) -> None:
+        self._rank, self._backwards, self._left = rank, backwards, left
         self.drop()
 
     def drop(self) -> None:
@@ -62,14 +66,19 @@ class RankedOrder:
             rank = -rank
         lane = self._lanes.get(rank)
         if lane is None:
-            lane = self._lanes[rank] = Lane(newest_first=self._backwards, rank=rank, emptied=self._close)
+            lane = self._lanes[rank] = Lane(newest_first=self._backwards, rank=rank, left=self._unlisted)
             insort(self._ranks, rank)
         lane.offer(residency)
 
-    def _close(self, lane: Lane) -> None:
-        if self._lanes.get(lane.rank) is lane:
+    def _unlisted(self, lane: Lane, residency: Residency) -> None:
+        if lane.empty and self._lanes.get(lane.rank) is lane:
             del self._lanes[lane.rank]
             del self._ranks[bisect_left(self._ranks, lane.rank)]
+        if self._left is not None:
+            self._left(lane, residency)
+
+    def peek(self) -> Residency | None:
+        return self._lanes[self._ranks[0]].peek() if self._ranks else None
 
     def pop(self) -> Residency | None:
         return self._lanes[self._ranks[0]].pop() if self._ranks else None
@@ -95,21 +104,22 @@ class Policy:
         }
         self._rank = ranks.get(name)
 
-    def order(self, *, backwards: bool = False) -> Order:
-        """A new order; ``backwards``: what this policy keeps longest goes first."""
+    def order(self, *, backwards: bool = False, left: Left | None = None) -> Order:
+        """A new order; ``backwards``: what this policy keeps longest goes first.  ``left`` hears of all that is unlisted."""
         if self._rank is not None:
-            return RankedOrder(self._rank, backwards=backwards)
-        return Lane(newest_first=self._newest_first != backwards)
+            return RankedOrder(self._rank, backwards=backwards, left=left)
+        return Lane(newest_first=self._newest_first != backwards, left=left)
 
     def rank(self, node: Node) -> int:
         return 0 if self._rank is None else self._rank(node)
 
     def before(self, one: Residency, other: Residency) -> bool:
         """``one`` goes before ``other``, both at the same place."""
-        ranks = self.rank(one.node), self.rank(other.node)
-        if ranks[0] != ranks[1]:
-            return ranks[0] < ranks[1]
-        return one.tick > other.tick if self._newest_first else one.tick < other.tick
+        return self.key(one) < self.key(other)
+
+    def key(self, residency: Residency) -> tuple[int, int]:
+        """Of two at the same place, that with the smaller key goes first."""
+        return self.rank(residency.node), -residency.tick if self._newest_first else residency.tick
 
 
 class Queue:
@@ -127,6 +137,11 @@ class Queue:
 
     def moved(self) -> None:
         self._old = None
+
+    def peek(self) -> Residency | None:
+        if self._old is not None and (residency := self._old.peek()) is not None:
+            return residency
+        return self._order.peek()
 
     def pop(self) -> Residency | None:
         if self._old is not None and (residency := self._old.pop()) is not None:

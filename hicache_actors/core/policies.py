@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 class Policies:
     """What the other parts ask.  ``dirty_cap_pages``: so many may be dirty; ``clean_goal_pages``: device pages to keep free or
-    evictable, while dirty ones can be saved for that.
+    evictable, while dirty ones can be saved for that.  ``ready_goal_pages``: host pages to keep free, or stored and next to go,
+    unless everything is stored as it comes (``stores_on_publish``).
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -24,6 +25,8 @@ class Policies:
         self.eviction = Policy(config.eviction, config.slru_protected_hits)
         self.dirty_cap_pages = int(config.write_back_dirty_cap * config.device_pages)
         self.clean_goal_pages = config.device_pages - int(config.write_back_water_mark * config.device_pages)
+        self.stores_on_publish = config.store_on == "publish"
+        self.ready_goal_pages = config.host_pages - int(config.store_water_mark * config.host_pages)
 
     @property
     def saves(self) -> bool:

@@ -8,7 +8,8 @@ as they become so, walking up to the first ancestor that is stuck already; so `e
 
 Four queues list nodes without children, in the order of the eviction policy: ``device`` and ``host`` the victims there, ``dirty``
 what is to be saved next (listed by its host residency, which is absent), ``twins`` what the host could give up because the device
-has it, that which is used last first.  The last two are kept only where dirty pages are protected.
+has it, that which is used last first.  The last two are kept only where dirty pages are protected.  ``front`` is the beginning of
+``host`` as far as `ahead` has looked at it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hicache_actors.core.changes import Changes
+from hicache_actors.core.front import Front
 from hicache_actors.core.node import NOWHERE, PLACES, Node, Residency
 from hicache_actors.core.order import Policy, Queue
 from hicache_actors.core.words import ABSENT, DEVICE, HOST, READY, SLOT_BYTES
@@ -34,6 +36,7 @@ class Residents:
         self.protects_dirty = protect_dirty
         self.device, self.host, self.dirty = (Queue(policy.order()) for _ in range(3))
         self.twins = Queue(policy.order(backwards=True))
+        self.front = Front(policy)
         self.changes: Changes | None = None  # while somebody listens
         self._clock = 0
         self._unmoved: list[Node] = []
@@ -186,6 +189,25 @@ class Residents:
         if self.protects_dirty:
             self.dirty.offer(node.at[HOST])
 
+    def pop_host(self) -> Residency | None:
+        """Unlist and return what the host gives up next; None when nothing is listed."""
+        ready = self.front.peek()
+        if ready is None:
+            return self.host.pop()
+        other = self.host.peek()
+        if other is not None and not self.moving and self.policy.before(other, ready):
+            return self.host.pop()
+        assert ready.lane is not None
+        ready.lane.discard(ready)
+        return ready
+
+    def recall(self) -> None:
+        """List what is in ``front`` where it was before: it is to be looked at again."""
+        for residency in reversed(self.front.listed()):
+            assert residency.lane is not None
+            residency.lane.discard(residency)
+            self.host.offer(residency)
+
     # -- dirty --------------------------------------------------------------------------------------------------------------
 
     def give_up(self, node: Node) -> None:
@@ -239,7 +261,9 @@ class Residents:
 
     def change(self, nodes: Iterable[Node], policy: Policy, *, protect_dirty: bool) -> None:
         """Order by another policy from now on.  ``nodes`` (all of the tree) are moved over in slices, by `move`."""
+        self.recall()
         self.policy, self.protects_dirty = policy, protect_dirty
+        self.front.renew(policy)
         for queue in self.queues:
             queue.exchange(policy.order(backwards=queue is self.twins))
         self._unmoved = list(nodes)
@@ -273,4 +297,5 @@ class Residents:
         self._unmoved = []
         for queue in self.queues:
             queue.drop()
+        self.front.renew(self.policy)
         self._forget()

@@ -6,13 +6,15 @@ often enough, write_through_selective) write-back is asked for by commit, lease 
 next of these that passes the node.  Under write_back `cleaning` asks.  Under each of them, what is put on the host below a
 device-only node asks for that one, and so does eviction that passes it over.
 
-A backup opens when its write-back is agreed; what it could not store is tried again by the agreed clock.
+A backup opens when its write-back is agreed, or under store_on = "host_evict" when `ahead` asks for it; what it could not store is
+tried again by the agreed clock.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from hicache_actors.core.ahead import Ahead
 from hicache_actors.core.cleaning import Cleaner
 from hicache_actors.core.evictions import Cause
 from hicache_actors.core.jobs import Job
@@ -113,6 +115,9 @@ class BackupJob(_SavingJob):
         if self.storage_epoch == self.saving.state.storage_epoch:
             self.saving.stored(part, good, bad)
 
+    def on_released(self) -> None:
+        self.saving.backup_pages -= sum(part.pages for part in self.ranges)
+
 
 class Retry:
     """Pages [start, stop) of a path whose backup failed; tried again if they are still on the host and wait.
@@ -142,7 +147,9 @@ class Saving:
         self._write_back: WriteBackJob | None = None  # of the open section
         self._backup: BackupJob | None = None
         self.in_flight_pages = 0  # of open write-backs; they hold them until RELEASED
+        self.backup_pages = 0  # of open backups, in the same way
         self.cleaner = Cleaner(self)
+        self.ahead = Ahead(self)
         state.saving = self
 
     # -- device to host -----------------------------------------------------------------------------------------------------
@@ -240,8 +247,9 @@ class Saving:
             state.pins.lose(HOST, bad)
             for node in bad:
                 state.residents.give_up(node)
-        if good and state.storage:
+        if good and state.storage and self.ahead.stores_at_once:
             self.want_stored(good[-1], part.tokens)
+        self.ahead.written(good)
 
     # -- host to storage ----------------------------------------------------------------------------------------------------
 
@@ -277,6 +285,7 @@ class Saving:
         pin = state.pins.pin(HOST, tail, start)
         job.pins.append(pin)
         job.ranges.append(Range(pin, start, tokens, tries))
+        self.backup_pages += tail.end - start
         key = tree.path_tokens(tail) if tokens is None else tokens.packed[: tail.end * tree.page_bytes]
         job.paths.append(Path(tree.scope_of(tail), key, start, tail.end - start, tokens))
         state.note(Note.BACKUP, job.id, start, tail.end)
@@ -286,6 +295,8 @@ class Saving:
         state, tree = self.state, self.state.tree
         for node in good:
             tree.set_stored(node, STORED)
+        if good:
+            self.ahead.stored()
         if not bad:
             return
         pages = bad[-1].end - tree.start(bad[0])
@@ -303,6 +314,7 @@ class Saving:
             state.count("backup_given_up_pages", pages)
             for node in bad:
                 tree.set_stored(node, UNSTORED)
+            self.ahead.gave_up()
 
     def retry_due(self) -> None:
         """Open a backup for the oldest due retries, at most a few per apply."""
@@ -335,12 +347,12 @@ class Saving:
 
     # -- section ------------------------------------------------------------------------------------------------------------
 
-    def end_section(self, *, drain: bool) -> None:
-        """``drain``: somebody waits until everything is saved."""
+    def end_section(self) -> None:
         if self.state.policies.protects_dirty and not self.state.degraded:
             self.cleaner.ahead()
-            if drain:
+            if self.ahead.draining:
                 self.cleaner.drain()
+        self.ahead.advance()
         if self._write_back is not None:
             self.state.effects.append(self._write_back.effect())
             self._write_back = None
@@ -351,6 +363,11 @@ class Saving:
         if self._backup is not None:
             self.state.effects.append(self._backup.effect())
             self._backup = None
+
+    @property
+    def section_backup_pages(self) -> int:
+        """Of the backup of the open section, so far."""
+        return 0 if self._backup is None else sum(part.pages for part in self._backup.ranges)
 
     def forget(self) -> None:
         """Reset: nothing is retried, and nothing that is on the host is left to be looked at."""

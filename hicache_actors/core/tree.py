@@ -191,11 +191,12 @@ class Tree:
         )
         head.at = tuple(Residency(head) for _ in PLACES)
         for upper, lower in zip(head.at, node.at, strict=True):
+            upper.tick = lower.tick  # of absent ones too: it is what they come with, or are saved by
             if lower.state:
                 cut_slots = pages * SLOT_BYTES
                 upper.slots, lower.slots = lower.slots[:cut_slots], lower.slots[cut_slots:]
                 upper.state, upper.filler, upper.locks, upper.kids = lower.state, lower.filler, lower.locks, 1
-                upper.tick = lower.tick
+        self.residents.front.resized(node.at[HOST])
         self._replace(node, head)
         node.key = head.tag + rest[cut_at : cut_at + page_bytes]
         node.rest = rest[cut_at + page_bytes :]
@@ -291,6 +292,7 @@ class Tree:
         tail.events = tuple({id(event): event for node in chain for event in node.events}.values())
         for place, residency in enumerate(tail.at):
             residency.slots = b"".join([node.at[place].slots for node in chain])
+        self.residents.front.resized(tail.at[HOST])
         for node in chain[:-1]:
             cut(node)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 
+from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.fetch import Fetched, Fetches
 from hicache_actors.core.lease import CoreLease
 from hicache_actors.core.leases import Leases
-from hicache_actors.core.node import SAVING, STORED, WAITING, Node
+from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, Phase, Shortfall, Tokens, Wake
@@ -54,17 +55,18 @@ class Acquire:
 class Stores:
     """A waiter of `stored`: what it has seen so far."""
 
-    __slots__ = ("run_pages", "tokens", "whole")
+    __slots__ = ("asked_pages", "run_pages", "tokens", "whole")
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.run_pages = 0  # acknowledged; that counts even if the pages have left the tree since
+        self.asked_pages = 0  # of the path, that a backup has been asked for
         self.whole = False  # all of the prompt was in the tree at some time
 
 
 class Waiting:
-    def __init__(self, state: State, leases: Leases, fetches: Fetches, saving: Saving) -> None:
-        self.state, self.leases, self.fetches, self.saving = state, leases, fetches, saving
+    def __init__(self, state: State, leases: Leases, fetches: Fetches, saving: Saving, backlog: Backlog) -> None:
+        self.state, self.leases, self.fetches, self.saving, self.backlog = state, leases, fetches, saving, backlog
         self.acquires: dict[int, Acquire] = {}
         self.stores: dict[int, Stores] = {}
         self.drains: dict[int, None] = {}
@@ -233,11 +235,40 @@ class Waiting:
             node = child
         self.saving.want_host(node, tokens)
 
+    def ask_stored(self) -> None:
+        """Before a section ends: what has come to the host of a prompt that somebody waits for is stored now."""
+        state, tree = self.state, self.state.tree
+        if not state.changed or not state.storage or state.degraded or state.policies.stores_on_publish:
+            return
+        for entry in self.stores.values():
+            key, stop = entry.tokens.packed, len(entry.tokens) // state.page
+            node, asked, follows = tree.root(entry.tokens.scope), False, True
+            while follows and node.end < stop:
+                child = tree.child(node, key, node.end)
+                if child is None or child.at[HOST].state != READY:
+                    break
+                follows = (
+                    tree.shared(child, key, node.end, stop) == child.end
+                )  # else some of its pages are the prompt's
+                asked = asked or (child.stored == UNSTORED and child.end > entry.asked_pages)
+                node = child
+            if asked:
+                self.saving.want_stored(node, entry.tokens if follows else None)
+                entry.asked_pages = node.end
+
     def drained(self) -> int:
         self._last += 1
-        self.drains[self._last] = None
+        if not self.drains and not self.state.policies.stores_on_publish:
+            self.backlog.take_in()
+        self._set_drains({**self.drains, self._last: None})
         self.state.changed = True
         return self._last
+
+    def _set_drains(self, drains: dict[int, None]) -> None:
+        self.drains = drains
+        self.saving.ahead.draining = bool(drains)
+        if not drains and not self.state.policies.stores_on_publish:
+            self.state.backlog.clear()  # nobody waits for the rest
 
     @property
     def needs_clock(self) -> bool:
@@ -250,7 +281,7 @@ class Waiting:
         if entry is not None:
             return self._stored_now(entry)
         if waiter in self.drains:
-            del self.drains[waiter]
+            self._set_drains({number: None for number in self.drains if number != waiter})
             return self.pages_left()
         return None
 
@@ -268,7 +299,7 @@ class Waiting:
             left = self.pages_left()
             for waiter in self.drains:
                 state.effects.append(Wake(waiter, left))
-            self.drains.clear()
+            self._set_drains({})
 
     def pages_left(self) -> int:
         """Pages in the tree that the write policy wants saved and that are not (with a storage: stored, without: on the host).

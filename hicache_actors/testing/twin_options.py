@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from hicache_actors.core import CoreConfig
-from hicache_actors.core.config import PrefetchPolicy, SlotOwner, WritePolicy
+from hicache_actors.core.config import PrefetchPolicy, SlotOwner, StoreOn, WritePolicy
 from hicache_actors.core.order import EVICTIONS, Eviction
 from hicache_actors.testing.mover import Faults
 from hicache_actors.testing.script import SWITCHED_POLICIES
@@ -34,6 +34,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
     prefetch_policy: PrefetchPolicy | None = None
     write_policy: WritePolicy | None = "write_through"
     eviction: Eviction | None = "lru"
+    store_on: StoreOn = "publish"
     switches: bool = False  #: the script changes write policy and eviction now and then
     faults: Faults = Faults()
 
@@ -56,6 +57,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
             prefetch_policy=self.prefetch_policy or get_args(PrefetchPolicy)[self.seed % 3],
             write_policy=self.write_policy or SWITCHED_POLICIES[self.seed // 3 % len(SWITCHED_POLICIES)],
             eviction=self.eviction or EVICTIONS[self.seed % len(EVICTIONS)],
+            store_on=self.store_on,
             retry_delays_s=(0.2, 0.4, 0.8),
             table_slots=self.table_slots,
             table_rows=self.table_rows,
@@ -80,6 +82,7 @@ _CHOICES = {
     "prefetch_policy": (*get_args(PrefetchPolicy), "any"),
     "write_policy": (*SWITCHED_POLICIES, "any"),
     "eviction": (*EVICTIONS, "any"),
+    "store_on": get_args(StoreOn),
 }
 _FLAGS = {"switches": "change write policy and eviction now and then", "auto": "one rank with the auto driver"}
 _FAULTS = ("hang", "fail", "unsound", "deadline_ms")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hicache_actors.core import Core, CoreLease
-from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.config import StoreOn, WritePolicy
 from hicache_actors.core.order import EVICTIONS, Eviction
 from hicache_actors.core.words import (
     DEVICE,
@@ -25,6 +25,7 @@ from .kit import ALL, PAGE, Toks, make
 from .model import GARBAGE, Model, paths
 
 POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back", "none"]
+STORE_ON: list[StoreOn] = ["publish", "host_evict"]
 BIG = 1 << 40  # ids beyond 32 bits
 
 
@@ -54,14 +55,18 @@ class CoreMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["timeout", "best_effort"]),
         write_policy=st.sampled_from(POLICIES),
         eviction=st.sampled_from(EVICTIONS),
+        store_on=st.sampled_from(STORE_ON),
     )
-    def open(self, device: int, host: int, policy: str, write_policy: WritePolicy, eviction: Eviction) -> None:
+    def open(
+        self, device: int, host: int, policy: str, write_policy: WritePolicy, eviction: Eviction, store_on: StoreOn
+    ) -> None:
         self.core = make(
             device,
             host,
             prefetch_policy=policy,
             write_policy=write_policy,
             eviction=eviction,
+            store_on=store_on,
             retry_delays_s=(1, 4),
             table_slots=8,
             table_rows=8,
@@ -285,7 +290,8 @@ class CoreMachine(RuleBasedStateMachine):
             ("run", "limbo") if self.saves_ahead and usage.dirty_pages else ("run",)
         )  # their host pages may come free
         idle = not any(f"{kind}.{phase}" in usage.jobs for kind in ("write_back", "backup") for phase in phases)
-        assert bool(answered) == (self.core.degraded or (idle and not self.core.usage().retries))
+        rest = usage.retries + usage.backlog_nodes
+        assert bool(answered) == (self.core.degraded or (idle and not rest))
         self.core.cancel_waiter(waiter)
 
     # -- agreed inputs ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,9 @@ KEYS: dict[Eviction, Callable[[Facts, int], Key]] = {
 class History:
     """Random requests on a Core, and what an onlooker knows of each page.  Spans of nodes, and locks, are Core's."""
 
-    def __init__(self, seed: int, eviction: Eviction, write_policy: str) -> None:
+    def __init__(self, seed: int, eviction: Eviction, write_policy: str, **storage: Any) -> None:
         self.rng = random.Random(seed)
-        self.core = make(26, 24, write_policy=write_policy, storage=False, eviction=eviction)
+        self.core = make(26, 24, write_policy=write_policy, eviction=eviction, **({"storage": False} | storage))
         self.key = KEYS[eviction]
         self.ranked = eviction in ("slru", "lfu", "priority")
         self.pages: dict[Path, Facts] = {}
@@ -204,6 +205,21 @@ def test_victims_are_the_first_of_a_sorted_scan(eviction: Eviction, write_policy
         whole(history.core)
     assert evicted > 100
     assert joined > 5
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_looking_ahead_of_host_eviction_does_not_change_its_order(eviction: Eviction) -> None:
+    evicted = 0
+    for seed in range(3):
+        history = History(seed, eviction, "write_through", storage=True, store_on="host_evict", store_water_mark=0.5)
+        for _ in range(200):
+            history.step()
+        for lease, _ in history.leases:
+            history.core.release(lease)
+        evicted += history.core.counts.get("evicted_host_pages", 0)
+        assert history.core.counts["stored_ahead_pages"]
+        whole(history.core)
+    assert evicted > 50
 
 
 # -- the orders by themselves -------------------------------------------------------------------------------------------------

@@ -95,6 +95,18 @@ def test_a_split_keeps_residencies_hits_and_pins() -> None:
     whole(core)
 
 
+def test_the_head_of_a_split_was_used_when_its_tail_was() -> None:
+    """Also at a place where the pages are not yet: they come there as recent as they are."""
+    core = make(write_policy="none")
+    lease = compute(core, Toks(range(41)), "a")
+    (node,) = core.state.tree.table.values()
+    head = core.state.tree.split(node, 4)
+    assert [residency.tick for residency in head.at] == [residency.tick for residency in node.at]
+    assert head.at[HOST].tick > 0
+    core.release(lease)
+    whole(core)
+
+
 def test_ranges_of_jobs_follow_a_split() -> None:
     """A partial RESULT inside the other half of a node that was split while it filled."""
     core = make()

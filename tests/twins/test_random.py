@@ -99,6 +99,29 @@ def test_each_write_policy_on_small_pools(write_policy: WritePolicy, lag: int) -
     assert bool(counts["reclaimed_host_pages"]) == (write_policy == "write_back")
 
 
+@pytest.mark.parametrize("lag", [1, 2])
+def test_pages_are_stored_before_they_leave_the_host(lag: int) -> None:
+    """Every order and policy of writing, changed on the way, on a host that is full or not."""
+    counts: Counter[str] = Counter()
+    for seed in range(16):
+        options = TwinOptions(
+            seed=seed,
+            lag=lag,
+            check_every=4,
+            operations=150,
+            host_pages=(40, 80)[seed % 2],
+            write_policy=None,
+            eviction=None,
+            store_on="host_evict",
+            switches=seed % 2 == 1,
+            kill_step=40 if seed % 8 == 7 else None,
+        )
+        counts.update(run(options).core.counts)
+    assert counts["stored_ahead_pages"]
+    assert counts["backup_failed_pages"]
+    assert counts["evicted_host_pages"]
+
+
 @pytest.mark.parametrize(("slots", "rows"), [(8, 8), (4, 4), (4, 64), (64, 4)])
 def test_small_tables(slots: int, rows: int) -> None:
     for seed in range(6):
