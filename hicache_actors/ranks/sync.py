@@ -44,13 +44,14 @@ class RankSync:
 
     def exchange(self, sent: Round) -> Ticket:
         """Issue a round.  Raises `PeerError` if the group is lost, `UsageError` if ``lag`` rounds are under way."""
-        while self._under_way and self._under_way[0].ended:
-            self._under_way.popleft()
-        if len(self._under_way) >= self.lag:
+        under_way = self._under_way
+        while under_way and under_way[0].ended:
+            under_way.popleft()
+        if len(under_way) >= self.lag:
             raise UsageError(f"{self.lag} rounds are under way already: begin_step has to take the oldest first")
         ticket = Ticket(self, self._issue(lambda: self.transport.reduce_min(sent.vector, self.deadline_s)))
         self.rounds += 1
-        self._under_way.append(ticket)
+        under_way.append(ticket)
         return ticket
 
     def reduce(self, values: Sequence[int], timeout_s: float) -> Sequence[int]:
@@ -79,6 +80,7 @@ class RankSync:
             self.lost = (
                 error if isinstance(error, PeerError) else PeerError(str(error) or "a peer did not answer in time")
             )
+            self._under_way = deque()  # what is kept of an operation keeps its group, and the thread that polls for it
             self.transport.close()
         return self.lost
 

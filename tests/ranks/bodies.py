@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
@@ -444,6 +445,28 @@ async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int]
         digest, last = cache.core.log_digest, storage.store.url
     engines_own.close()
     return (digest, account, last), answers
+
+
+async def close_after_steps(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> int:
+    """-> threads of gloo that still poll, which were not there before."""
+    before = polling_threads()
+    async with open_rank(group_of(rank, size, port, kind)) as cache:
+        for at in range(3):
+            await one_request(cache, f"r{at}", family=at)
+        await settle(cache)
+    for _ in range(200):  # the group is let go of in a thread, once its connections are closed
+        if polling_threads() <= before:
+            break
+        await asyncio.sleep(0.05)
+    return polling_threads() - before
+
+
+def polling_threads() -> int:
+    count = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += name.read_text().startswith("gloo_tcp_loop")
+    return count
 
 
 class Trouble(msgspec.Struct, frozen=True):

@@ -59,3 +59,8 @@ def test_room_is_given_in_order_on_all_ranks(four: Crew, kind: TransportKind) ->
     assert [other[0] for other in others] == [agreed, agreed]
     assert agreed[1] == ["first", "holder", "second"]
     assert order == ["device_capacity", "first", "second"]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_a_closed_cache_leaves_no_thread_that_polls(four: Crew, kind: TransportKind) -> None:
+    assert four.run(bodies.close_after_steps, 2, free_port(), kind, size=2) == [0, 0]
