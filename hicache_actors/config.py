@@ -302,7 +302,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         flag("shadow", self.shadow)
         flag("poison_freed", self.poison_freed)
         positive("close_timeout_s", self.close_timeout_s, "seconds")
-        self._check_layout()
+        self.storage.check_layout(self.host.layout)
         if self.storage.url is not None:
             self.check_storage()
 
@@ -317,26 +317,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     allowed="a non-empty text",
                     fix=f"set model.{name}, or leave storage.url out",
                 )
-        raw = self.storage.keys == "raw"
-        if raw != (self.host.header_bytes == 0):
-            raise ConfigError(
-                "host.header_bytes",
-                self.host.header_bytes,
-                "SGLang's objects have no header, but keys = 'raw'" if raw else "no room for the header of an object",
-                allowed="0 with raw keys" if raw else "4096 with storage",
-                fix="set host.header_bytes = 0" if raw else "leave header_bytes at 4096, or set storage.keys = 'raw'",
-            )
-
-    def _check_layout(self) -> None:
-        unified = self.storage.keys == "unified"
-        if unified != (self.host.layout == "page_unified"):
-            raise ConfigError(
-                "host.layout",
-                self.host.layout,
-                f"does not go with storage.keys = {self.storage.keys!r}",
-                allowed="'page_unified' with unified keys, and with no others",
-                fix="set host.layout = 'page_unified'" if unified else "set storage.keys = 'unified'",
-            )
+        self.storage.check_header(self.host.header_bytes)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:

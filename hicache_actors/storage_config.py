@@ -183,6 +183,30 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
                 fix="leave it out",
             )
 
+    def check_header(self, header_bytes: int) -> None:
+        """Raises `ConfigError` if objects cannot be stored from slots with so much room for a header."""
+        raw = self.keys == "raw"
+        if raw != (header_bytes == 0):
+            raise ConfigError(
+                "host.header_bytes",
+                header_bytes,
+                "SGLang's objects have no header, but keys = 'raw'" if raw else "no room for the header of an object",
+                allowed="0 with raw keys" if raw else "4096 with storage",
+                fix="set host.header_bytes = 0" if raw else "leave header_bytes at 4096, or set storage.keys = 'raw'",
+            )
+
+    def check_layout(self, layout: str) -> None:
+        """Raises `ConfigError` if slots of this layout are not cut as the keys say."""
+        unified = self.keys == "unified"
+        if unified != (layout == "page_unified"):
+            raise ConfigError(
+                "host.layout",
+                layout,
+                f"does not go with storage.keys = {self.keys!r}",
+                allowed="'page_unified' with unified keys, and with no others",
+                fix="set host.layout = 'page_unified'" if unified else "set storage.keys = 'unified'",
+            )
+
     def _check_limits(self) -> None:
         for name in ("read_in_flight_bytes", "write_in_flight_bytes"):
             count(f"storage.{name}", getattr(self, name), "bytes")
