@@ -40,6 +40,12 @@ def not_negative(field: str, value: object, unit: str) -> None:
         raise ConfigError(field, value, "negative", allowed=f"0 or more {unit}", fix="use 0 or a positive number")
 
 
+def share(field: str, value: object, whole: str) -> None:
+    allowed = f"a share of {whole}, from 0 to 1"
+    if not 0 <= number(field, value, allowed) <= 1:
+        raise ConfigError(field, value, "not a share", allowed=allowed, fix="write a quarter as 0.25")
+
+
 def flag(field: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(field, value, "neither true nor false", allowed=("True", "False"), fix="write a bool")

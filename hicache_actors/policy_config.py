@@ -6,8 +6,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from hicache_actors.checks import count, number
-from hicache_actors.errors import ConfigError
+from hicache_actors.checks import count, share
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 Eviction: TypeAlias = Literal["lru", "slru", "lfu", "fifo", "mru", "filo", "priority"]
@@ -36,10 +35,4 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
         count("policy.selective_threshold", self.selective_threshold, "requests")
         count("policy.slru_protected_hits", self.slru_protected_hits, "requests")
         for name in ("write_back_water_mark", "write_back_dirty_cap"):
-            _share(f"policy.{name}", getattr(self, name))
-
-
-def _share(field: str, value: object) -> None:
-    allowed = "a share of the device pool, from 0 to 1"
-    if not 0 <= number(field, value, allowed) <= 1:
-        raise ConfigError(field, value, "not a share", allowed=allowed, fix="write a quarter as 0.25")
+            share(f"policy.{name}", getattr(self, name), "the device pool")

@@ -7,17 +7,19 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from hicache_actors.checks import choice, count, not_negative, optional_count, positive, text, whole
+from hicache_actors.checks import choice, count, not_negative, optional_count, positive, share, text, whole
 from hicache_actors.errors import ConfigError
 from hicache_actors.masking import masked
 
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 Verify: TypeAlias = Literal["always", "sampled", "off"]
 Keys: TypeAlias = Literal["suffix", "unified", "raw"]
+StoreOn: TypeAlias = Literal["publish", "host_evict"]
 
 PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 VERIFY_MODES: Final = ("always", "sampled", "off")
 KEY_SCHEMES: Final = ("suffix", "unified", "raw")
+STORE_ON: Final = ("publish", "host_evict")
 
 
 class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,15 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_partition: int | None = None
     """With unified keys: layers in one object; every pipeline stage that shall share begins at a multiple of it.  Default:
     those of this rank."""
+
+    store_on: StoreOn = "publish"
+    """When pages are stored.  'publish': as soon as they are on the host, for stores that others read.  'host_evict': before
+    they leave the host, for a store that nobody else reads; what is used until then is not written.  Default: 'publish'."""
+
+    store_water_mark: float = 0.75
+    """With store_on = 'host_evict': when more than this share of the host pool is in use, the pages that would leave it next
+    are stored ahead, until the rest of the pool is free or stored and next to go.  1: only those that ``stored`` and ``drain``
+    wait for.  Default: 0.75."""
 
     prefetch_threshold_tokens: int = 256
     """A shorter missing span is not looked up in storage.  Default: 256 tokens."""
@@ -131,6 +142,8 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
                     allowed="scheme://rest, e.g. 'memory://demo', 'file:///var/cache/kv'",
                     fix=f"for a folder write 'file://{os.path.abspath(self.url)}'",
                 )
+        choice("storage.store_on", self.store_on, STORE_ON)
+        share("storage.store_water_mark", self.store_water_mark, "the host pool")
         whole("storage.prefetch_threshold_tokens", self.prefetch_threshold_tokens, "tokens", least=0)
         choice("storage.prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
         not_negative("storage.prefetch_timeout_base_s", self.prefetch_timeout_base_s, "seconds")

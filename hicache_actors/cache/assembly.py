@@ -257,6 +257,8 @@ def _core_config(
         eviction=config.eviction,
         slru_protected_hits=config.policy.slru_protected_hits,
         storage=storage,
+        store_on=config.storage.store_on,
+        store_water_mark=config.storage.store_water_mark,
         enabled=enabled,
         slots=slots,
         prefetch_threshold_tokens=config.storage.prefetch_threshold_tokens,

@@ -46,6 +46,8 @@ class PolicyVerbs:
 
     @property
     def _dirty(self: Inside) -> bool:
-        """Pages would be lost with this cache that write_back owes to the storage."""
+        """Pages would be lost with this cache that it owes to the storage, as they were to be saved or stored later."""
         state = self.core.state
+        if not state.policies.stores_on_publish:
+            return state.storage and self.core.unsaved_pages > 0
         return state.policies.protects_dirty and state.storage and state.residents.dirty_pages > 0

@@ -40,7 +40,7 @@ class Ahead:
         state, saving = self.state, self.saving
         residents, goal = state.residents, state.policies.ready_goal_pages
         missing = goal - state.pools[HOST].free
-        if state.policies.stores_on_publish or not state.storage or state.degraded or missing <= 0:
+        if not state.storage or state.degraded or missing <= 0:
             return
         front, order = residents.front, residents.host
         if front.pages > 2 * goal:  # what came last goes before the others: they are not next any more

@@ -1,4 +1,4 @@
-"""Verbs of `Core` that not everybody needs: who owns blocks, fetches ahead, waits for room, or operates the cache."""
+"""Verbs of `Core` that not everybody needs: who owns blocks, fetches ahead, waits for room or for the store, operates the cache."""
 
 from __future__ import annotations
 
@@ -84,6 +84,34 @@ class FetchCalls:
         """Why a prefetch that has ended has not brought all; of the last few thousand, else None."""
         outcome = self._fetches.outcomes.get(job)
         return None if outcome is None else outcome.reason
+
+
+class StoreCalls:
+    """Waiting until pages are stored."""
+
+    _waiting: Waiting
+
+    def stored(self, tokens: Tokens) -> int:
+        """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
+
+        Reasons: None (all), "not_committed", "evicted", "given_up", "policy" (not saved by the write policy so far), "degraded",
+        "no_storage".  Who waits is served now: under write_back what is dirty of the prompt is saved, and under ``store_on =
+        "host_evict"`` it is backed up as soon as it is on the host.
+        """
+        return self._waiting.stored(tokens)
+
+    def drained(self) -> int:
+        """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open.
+
+        Under write_back all dirty pages are saved, roots first, as far as the host has room; under ``store_on = "host_evict"`` all
+        that is on the host is backed up, roots first, and what comes there meanwhile.
+        """
+        return self._waiting.drained()
+
+    @property
+    def unsaved_pages(self) -> int:
+        """Pages that the write policy wants saved and that are not.  The one thing here that any thread may read."""
+        return self._waiting.pages_left()
 
 
 class RoomCalls:

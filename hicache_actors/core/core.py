@@ -19,7 +19,7 @@ from hicache_actors.core import usage as _usage
 from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
-from hicache_actors.core.calls import BlockCalls, FetchCalls, OperatorCalls, RoomCalls
+from hicache_actors.core.calls import BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.eviction import Evictor
 from hicache_actors.core.fetch import Fetches
@@ -50,7 +50,7 @@ from hicache_actors.core.words import (
 )
 
 
-class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
+class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
     """See the module.  Counts of hits are in tokens, cumulative, multiples of ``page_size``."""
 
     def __init__(self, config: CoreConfig) -> None:
@@ -112,7 +112,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
                 self._saving.retry_due()
             if state.backlog:
                 self._backlog.work_off()
-            self._saving.ahead.advance()
+            if not state.policies.stores_on_publish:
+                self._saving.ahead.advance()
         if waiting.acquires:
             waiting.settle_acquires()
         for intent in intents:
@@ -124,7 +125,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
         if self._waiting.acquires:
             self._waiting.settle_acquires()
         self._rooms.grant()
-        self._waiting.ask_stored()
+        if self._waiting.stores:
+            self._waiting.ask_stored()
         self._saving.end_section()
         self._blocks.end_section()
         self._leases.end_section()
@@ -303,28 +305,6 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls):
     def cancel_acquire(self, waiter: int) -> None:
         """Give up a pending acquire, or release the lease it has made (its verdicts are dropped).  Idempotent."""
         self._waiting.cancel_acquire(waiter)
-
-    def stored(self, tokens: Tokens) -> int:
-        """-> waiter; ``Wake(waiter, (stored_tokens, reason))`` when all whole pages are acknowledged, or no more will be.
-
-        Reasons: None (all), "not_committed", "evicted", "given_up", "policy" (not saved by the write policy so far), "degraded",
-        "no_storage".  Who waits is served now: under write_back what is dirty of the prompt is saved, and under ``store_on =
-        "host_evict"`` it is backed up as soon as it is on the host.
-        """
-        return self._waiting.stored(tokens)
-
-    def drained(self) -> int:
-        """-> waiter; ``Wake(waiter, pages_left)`` when no write-back, backup or retry is open.
-
-        Under write_back all dirty pages are saved, roots first, as far as the host has room; under ``store_on = "host_evict"`` all
-        that is on the host is backed up, roots first, and what comes there meanwhile.
-        """
-        return self._waiting.drained()
-
-    @property
-    def unsaved_pages(self) -> int:
-        """Pages that the write policy wants saved and that are not.  The one thing here that any thread may read."""
-        return self._waiting.pages_left()
 
     def cancel_waiter(self, waiter: int) -> object:
         """Drop a waiter of `stored`, `drained` or `attach` -> its answer as of now (reason "pending" if more may come); None if

@@ -191,7 +191,7 @@ class Residents:
 
     def pop_host(self) -> Residency | None:
         """Unlist and return what the host gives up next; None when nothing is listed."""
-        ready = self.front.peek()
+        ready = self.front.peek() if self.front.pages else None
         if ready is None:
             return self.host.pop()
         other = self.host.peek()

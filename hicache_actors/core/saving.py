@@ -352,7 +352,8 @@ class Saving:
             self.cleaner.ahead()
             if self.ahead.draining:
                 self.cleaner.drain()
-        self.ahead.advance()
+        if not self.state.policies.stores_on_publish:
+            self.ahead.advance()
         if self._write_back is not None:
             self.state.effects.append(self._write_back.effect())
             self._write_back = None

@@ -210,6 +210,16 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Pages that left the cache without a copy on device or host.",
         lambda at: one(at.counts.get("dropped_pages", 0) + at.counts.get("dropped_subtree_pages", 0)),
     ),
+    counter(
+        "hicache_stored_ahead_pages_total",
+        "Pages whose backup was opened because they would leave the host next.",
+        lambda at: one(at.counts.get("stored_ahead_pages", 0)),
+    ),
+    counter(
+        "hicache_evicted_unstored_pages_total",
+        "Pages that left the host before the store had them.",
+        lambda at: one(at.counts.get("evicted_unstored_pages", 0)),
+    ),
     gauge("hicache_staged_pages", "Host pages in the hands of prefetches.", lambda at: one(at.core.staged_pages)),
     gauge("hicache_tree_nodes", "Nodes of the prefix tree.", lambda at: one(at.core.nodes)),
     gauge("hicache_tree_pages", "Distinct pages on device or host.", lambda at: one(at.core.tree_pages)),

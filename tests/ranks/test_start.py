@@ -37,3 +37,12 @@ def test_what_the_write_policies_go_by_is_compared() -> None:
     other = msgspec.structs.replace(config, policy=PolicyConfig(write_back_dirty_cap=0.5))
     facts, others = (facts_of(each, SHAPE, "owned", storage=True, enabled=True) for each in (config, other))
     assert {name for name in facts if facts[name] != others[name]} == {"policy.write_back_dirty_cap"}
+
+
+def test_when_pages_are_stored_is_compared() -> None:
+    facts, others = (
+        facts_of(each, SHAPE, "owned", storage=True, enabled=True)
+        for each in (small_config(), small_config(store_on="host_evict", store_water_mark=0.5))
+    )
+    differ = {name for name in facts if facts[name] != others[name]}
+    assert differ == {"storage.store_on", "storage.store_water_mark"}
