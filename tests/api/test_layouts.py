@@ -76,7 +76,7 @@ def bits(cache: HiCache, pages: list[int]) -> list[bytes]:
 @pytest.mark.parametrize("store", ["memory", "file"])
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
 async def test_every_bit_comes_back(layout: HostLayout, name: str, store: str, tmp_path: Path) -> None:
-    url = f"memory://{layout}-{name}" if store == "memory" else f"file://{tmp_path}"
+    url = f"memory://{layout}-{name.replace(' ', '-')}" if store == "memory" else f"file://{tmp_path}"
     async with opened(SHAPES[name], layout, url) as cache:
         wanted = await compute(cache, 1)
         await cache.drain(30.0)
@@ -95,7 +95,7 @@ async def test_every_bit_comes_back(layout: HostLayout, name: str, store: str, t
     ("writer", "reader"), [("layer_first", "page_first_direct"), ("page_first_direct", "layer_first")]
 )
 async def test_whole_pages_and_layers_share_what_they_store(writer: HostLayout, reader: HostLayout, name: str) -> None:
-    url = f"memory://shared-{writer}-{name}"
+    url = f"memory://shared-{writer}-{name.replace(' ', '-')}"
     async with opened(SHAPES[name], writer, url) as cache:
         wanted = await compute(cache, 1)
         await cache.drain(30.0)
