@@ -222,7 +222,10 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         return WaitForRoom(self, self._asking, n_tokens, deadline_s)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
-        """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``."""
+        """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``.
+
+        Whatever was to be saved or stored later (``write_back``, ``store_on = "host_evict"``) is saved and stored now.
+        """
         return await self._asking.ask(
             lambda core: core.stored(prompt),
             lambda answer: Stored(*answer),
@@ -235,6 +238,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
     async def drain(self, deadline_s: float, *, stepping: bool = False) -> int:
         """Wait until everything is written that the policy wants written; at most ``deadline_s`` -> pages left unwritten.
 
+        That includes what was to be saved or stored later, prefixes first.
         ``stepping``: the engine has stopped making steps, so they are made here; with ranks, all of them call it.
         """
         if stepping:
@@ -250,7 +254,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         )
 
     async def reset(self) -> None:
-        """Forget device and host; storage is kept.  Running leases keep their pages, and publish nothing any more."""
+        """Forget device and host, stored or not; storage is kept.  Running leases keep their pages, and publish no more."""
         self._check_open()
         await self._asking.decided(Core.reset, Reset())
 
@@ -258,7 +262,8 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         """Use ``store`` (a URL, or a backend that is not open yet) from here on, instead of what is used now, if anything is.
 
         It has ``deadline_s`` to open; what is used now goes on until then, and has as long to end what it has begun.  What the
-        host holds is backed up in the background.  Cancelling this wait does not stop what has begun.
+        host holds is backed up in the background, or with ``store_on = "host_evict"`` what is above the mark.  Cancelling this wait
+        does not stop what has begun.
 
         With ranks it is the leader's, and takes a URL: each rank opens that for itself, and all use it from the same step on.
 

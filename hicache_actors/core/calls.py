@@ -181,8 +181,8 @@ class OperatorCalls:
         """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
 
         Nothing counts as stored any more, O(nodes).  With a store, what the host holds is backed up, paths from their roots, one
-        job at a time.  Open storage jobs run on at the store that they began with: what they bring is published, what they save
-        does not count.
+        job at a time; under ``store_on = "host_evict"`` what would leave the host next.  Open storage jobs run on at the store that
+        they began with: what they bring is published, what they save does not count.
         """
         self._backlog.set_storage(UseStorage(attached, deadline_s=deadline_s))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from hicache_actors.core import Core, CoreConfig
+from hicache_actors.core.config import StoreOn
 from hicache_actors.core.words import Phase
 from hicache_actors.testing.twin_options import TwinOptions
 from hicache_actors.testing.twins import run_auto, run_twins
@@ -46,8 +47,17 @@ class Switching(Core):
 def test_replicas_agree_while_stores_come_and_go(first: int, lag: int) -> None:
     switches: Counter[bool] = Counter()
     for seed in range(first, first + CHUNK):
+        store_on: StoreOn = "host_evict" if seed % 2 else "publish"
         twins = run_twins(
-            TwinOptions(seed=seed, lag=lag, check_every=4, operations=120, host_pages=80 + seed), make_core=Switching
+            TwinOptions(
+                seed=seed,
+                lag=lag,
+                check_every=4,
+                operations=120,
+                host_pages=(80, 44)[seed % 2] + seed,
+                store_on=store_on,
+            ),
+            make_core=Switching,
         )
         core = twins.ranks[0].core
         assert isinstance(core, Switching)
