@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
+import anyio.to_thread
 import pytest
 
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.core.words import Match
+from hicache_actors.testing.engines import StepEngine
 from hicache_actors.testing.small import Small, open_small, prompt
 
 LOOPS = pytest.mark.parametrize("anyio_backend", ["virtual:1", "virtual:2", "asyncio", "uvloop"], indirect=True)
@@ -79,3 +83,21 @@ async def test_a_store_that_comes_later_gets_what_is_above_the_mark(anyio_backen
         assert backend.stats()["objects"] == 28
         assert await small.cache.detach_storage(30.0) == 0
         assert small.cache.match(prompt(4, family=7)) != Match(0, 0, 0)
+
+
+async def test_closing_drains_for_an_engine_that_has_stopped_stepping() -> None:
+    backend = MemoryBackend()
+    asked = {f"r{family}": prompt(4, family=family) for family in range(1, 5)}
+    settings: dict[str, Any] = {"host_pages": 32, "backend": backend, "driver": "step", "store_on": "host_evict"}
+    async with open_small(close_timeout_s=30.0, **settings) as small:
+        engine = StepEngine(small.cache, small.model)
+        answers = await anyio.to_thread.run_sync(engine.run, list(asked.items()))
+        engine.close()
+        assert backend.stats()["objects"] == 0
+    assert backend.stats()["objects"] == 16
+    async with open_small(**settings) as small:
+        engine = StepEngine(small.cache, small.model)
+        again = await anyio.to_thread.run_sync(engine.run, list(asked.items()))
+        engine.close()
+    assert {rid: answer.tokens for rid, answer in again.items()} == {rid: a.tokens for rid, a in answers.items()}
+    assert sum(answer.account.storage for answer in again.values()) == 4 * 16
