@@ -131,6 +131,18 @@ def test_a_slow_store_pins_no_more_of_the_host_than_is_to_be_ready() -> None:
     whole(core)
 
 
+def test_what_has_come_to_the_host_is_looked_at_before_anybody_asks_for_room() -> None:
+    """Else a section could take a page that the apply before it has just let go."""
+    core = lazy(store_water_mark=0.0)
+    lease = compute(core, prompt(1), "one")
+    (write_back,) = core.take_effects()
+    core.apply(0, [(write_back.job, Phase.RUN, encode_result(5))], [write_back.job])  # type: ignore[union-attr]
+    assert core.usage().jobs["backup.run"] == 1
+    assert core.usage().host.evictable_pages == 0
+    core.release(lease)
+    whole(core)
+
+
 def test_with_the_mark_at_one_only_those_who_wait_have_pages_stored() -> None:
     core = lazy(store_water_mark=1.0)
     assert saved(fill(core, *range(1, 12))) == []
