@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import obstore
 import pytest
-from obstore.store import S3Store
 
 from hicache_actors.backends import Backend, Stored
 from hicache_actors.backends.s3 import S3Backend, S3Options
@@ -40,12 +39,15 @@ def url_of(server: Server, prefix: str, more: str = "") -> str:
     return server.url.replace("/pages?", f"/{prefix}?") + more
 
 
-def direct(url: str) -> tuple[Any, str]:
-    """The same bucket, past the backend."""
+def direct(url: str) -> tuple[Any, Any, str]:
+    """The same bucket, past the backend: the client, its store, the prefix."""
+    client, stores = import_module("obstore"), import_module("obstore.store")
     options = S3Options.parse(url)
     assert options.endpoint is not None
-    store = S3Store(options.bucket, endpoint=options.endpoint, region="us-east-1", client_options={"allow_http": True})
-    return store, options.prefix
+    store = stores.S3Store(
+        options.bucket, endpoint=options.endpoint, region="us-east-1", client_options={"allow_http": True}
+    )
+    return client, store, options.prefix
 
 
 class TestContract(BackendContract):
@@ -59,13 +61,13 @@ class TestContract(BackendContract):
         return S3Backend(self.url)
 
     async def medium_put(self, key: str, data: bytes) -> None:
-        store, prefix = direct(self.url)
-        await obstore.put_async(store, prefix + key, data, use_multipart=False)
+        client, store, prefix = direct(self.url)
+        await client.put_async(store, prefix + key, data, use_multipart=False)
 
     async def medium_get(self, key: str) -> bytes | None:
-        store, prefix = direct(self.url)
+        client, store, prefix = direct(self.url)
         try:
-            answer = await obstore.get_async(store, prefix + key)
+            answer = await client.get_async(store, prefix + key)
         except FileNotFoundError:
             return None
         return bytes(await answer.bytes_async())
