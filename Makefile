@@ -30,7 +30,7 @@ demo: $(STAMP) $(MODEL_STAMP) ## chat with a real small model through all three 
 	$(BIN)/python examples/chat.py --wheels $(CACHE)/wheels $(if $(STORAGE),--storage '$(STORAGE)') $(DEMO_ARGS)
 
 test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minutes)
-	$(BIN)/python -m pytest -m "not slow and not engine and not native" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not engine and not native" --ignore=tests/engines $(TEST_ARGS)
 
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
