@@ -25,6 +25,7 @@ _BUILT_IN: Final = {
     "sglang": ("hicache_actors.backends.foreign.sglang", "SGLangBackend"),
     "lmcache": ("hicache_actors.backends.lmcache", "LMCacheBackend"),
     "mooncake": ("hicache_actors.backends.mooncake", "MooncakeBackend"),
+    "nixl": ("hicache_actors.backends.nixl", "nixl_backend"),
     "sglang-file": ("hicache_actors.backends.sglang_file", "SGLangFileBackend"),
     "s3": ("hicache_actors.backends.s3", "S3Backend"),
     **dict.fromkeys(("slab", "mmap", "shm"), ("hicache_actors.backends.slab", "SlabBackend")),
