@@ -6,6 +6,7 @@ A step returns what goes into the JSON; ``problem`` in it says that something is
 from __future__ import annotations
 
 import asyncio
+import functools
 import platform
 import statistics
 import time
@@ -108,12 +109,13 @@ class TorchGpu:
 
 class TorchStream:
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._cuda: Any = torch.cuda  # parts of it have no types
+        self._stream = self._cuda.Stream()
         self.cuda_stream = int(self._stream.cuda_stream)
 
     def hold(self) -> None:
         with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(400_000_000)  # cycles: some 0.2 s
+            self._cuda._sleep(400_000_000)  # cycles: some 0.2 s
 
     def let_go(self) -> None:
         """It goes on by itself."""
@@ -127,7 +129,7 @@ class TorchStream:
             target.copy_(source)
 
     def event(self) -> Any:
-        event = torch.cuda.Event()
+        event = self._cuda.Event()
         event.record(self._stream)
         return event
 
@@ -208,7 +210,7 @@ def _there_and_back(gpu: Gpu, shape: KVShape, layout: Order, engine: Engine) -> 
 
 def bandwidth(gpu: Gpu) -> dict[str, Any]:
     """GB/s by direction, engine and length of runs, and of the kernel by its blocks: the table behind "auto"."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     total = 1 << 20 if gpu.quick else 128 << 20
     for run_bytes in (256, 2048, 8192, 32768, 131072, 1 << 20):
         shape = KVShape(1, 1, 1, run_bytes // 16, "uint8", 16)
@@ -257,7 +259,7 @@ def overlap(gpu: Gpu) -> dict[str, Any]:
     beside = {}
     with _attached(gpu, host) as device:
         for engine in ("kernel", "direct"):
-            device.engines = Engines(load=engine)  # type: ignore[arg-type]
+            device.engines = Engines(load=engine)
             stream, plan = device.stream("load"), CopyPlan(host, slots, kv, slots)
             tickets = [stream.submit(plan.work()) for _ in range(4 if gpu.quick else 300)]
             count = gpu.compute(seconds)
@@ -274,7 +276,7 @@ def latency(gpu: Gpu) -> dict[str, Any]:
     for notice in get_args(Notice):
         device = gpu.device(notice)
         for name in ("asyncio", "uvloop"):
-            results[f"{notice} {name}"] = _on_loop(name, lambda device=device: _round_trips(device, gpu.quick))
+            results[f"{notice} {name}"] = _on_loop(name, functools.partial(_round_trips, device, gpu.quick))
         device.close(WAIT_S)
     return {"us": results}
 
@@ -376,7 +378,7 @@ def registration(gpu: Gpu) -> dict[str, Any]:
 
 def end_to_end(gpu: Gpu) -> dict[str, Any]:
     """A cache over the GPU serves prompts for a while; a page that comes back with other bytes raises."""
-    return {"answers": _on_loop("asyncio", lambda: _serve(gpu))}
+    return {"answers": _on_loop("asyncio", functools.partial(_serve, gpu))}
 
 
 async def _serve(gpu: Gpu) -> int:

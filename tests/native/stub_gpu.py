@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class StubGpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.stub = Stub(os.environ[LIBCUDA])
+        self.stub = Stub(Path(os.environ[LIBCUDA]))
         self.stub.everywhere()
 
     def device(self, notice: Notice = "host_function") -> NativeCudaDevice:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hicache_actors.cache.api import HiCache
-from hicache_actors.config import Config, DeviceConfig, HostConfig, ModelFacts
+from hicache_actors.config import Config, DeviceConfig, HostConfig, LoadEngine, ModelFacts
 from hicache_actors.core.words import pack_slots
 from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
 from hicache_actors.errors import UsageError
@@ -63,7 +63,7 @@ def test_a_write_back_reads_what_the_step_before_it_has_written(
         step.fill(page(kv, layer, 3), 7)
     stream = device.stream("write_back")
     if fence:
-        stream.wait_event(step.event())  # type: ignore[arg-type]  # as torch.cuda.Event: with a handle
+        stream.wait_event(step.event())  # as torch.cuda.Event: with a handle
     ticket = stream.submit(CopyPlan(kv, pack_slots([3]), host, pack_slots([5])).work())
     assert not fence or not ticket.wait(0.05)
     if not fence:
@@ -78,8 +78,8 @@ def test_a_write_back_reads_what_the_step_before_it_has_written(
 
 @pytest.mark.parametrize("fence", [True, False], ids=["fence", "no fence"])
 @pytest.mark.parametrize("engine", ["kernel", "direct"])
-def test_a_load_writes_no_page_that_a_step_still_reads(stub: Stub, engine: str, fence: bool) -> None:
-    device, kv, host = opened(stub, Engines(load=engine))  # type: ignore[arg-type]
+def test_a_load_writes_no_page_that_a_step_still_reads(stub: Stub, engine: LoadEngine, fence: bool) -> None:
+    device, kv, host = opened(stub, Engines(load=engine))
     page(kv, 0, 3).fill_(1)
     host.layer(0)[0][5].fill_(2)
     read = torch.zeros_like(page(kv, 0, 3))
@@ -88,7 +88,7 @@ def test_a_load_writes_no_page_that_a_step_still_reads(stub: Stub, engine: str, 
     step.copy(read, page(kv, 0, 3))  # attention of an earlier request
     stream = device.stream("load")
     if fence:
-        stream.wait_event(step.event())  # type: ignore[arg-type]
+        stream.wait_event(step.event())
     ticket = stream.submit(CopyPlan(host, pack_slots([5]), kv, pack_slots([3])).work())
     assert ticket.wait(0.05 if fence else WAIT_S) is not fence
     step.gate(shut=False)
@@ -99,12 +99,38 @@ def test_a_load_writes_no_page_that_a_step_still_reads(stub: Stub, engine: str, 
     assert device.close(WAIT_S)
 
 
+@pytest.mark.parametrize("version", [13000, 12080])
+@pytest.mark.parametrize("behind", ["same stream", "event"])
+def test_a_load_reads_what_the_write_back_before_it_brings(stub: Stub, version: int, behind: str) -> None:
+    """A batch may read a load's source in any order, but not where the stream has before it what writes that source."""
+    stub.reset(version)
+    device, kv, host = opened(stub, Engines(load="direct", write_back="direct"))
+    for layer in range(LAYERS):
+        page(kv, layer, 3).fill_(7)
+    step = stub.stream()
+    step.gate(shut=True)
+    step.fill(page(kv, 0, 0), 0)
+    write_backs = device.stream("write_back")
+    loads = write_backs if behind == "same stream" else device.stream("load")
+    write_backs.wait_event(step.event())
+    written = write_backs.submit(CopyPlan(kv, pack_slots([3, 4]), host, pack_slots([5, 2])).work())
+    if behind == "event":
+        loads.wait_event(written)
+    loaded = loads.submit(CopyPlan(host, pack_slots([5, 2]), kv, pack_slots([6, 7])).work())
+    assert not loaded.wait(0.05)
+    step.gate(shut=False)
+    assert loaded.wait(WAIT_S)
+    assert loaded.error is None
+    assert all(bool((page(kv, layer, 6) == 7).all()) for layer in range(LAYERS))
+    assert device.close(WAIT_S)
+
+
 def test_a_fence_of_one_load_does_not_hold_another_stream(stub: Stub) -> None:
     device, kv, host = opened(stub)
     step = stub.stream()
     step.gate(shut=True)
     step.fill(page(kv, 0, 0), 1)
-    device.stream("load").wait_event(step.event())  # type: ignore[arg-type]
+    device.stream("load").wait_event(step.event())
     held = device.stream("load").submit(CopyPlan(host, pack_slots([5]), kv, pack_slots([3])).work())
     free = device.stream("write_back").submit(CopyPlan(kv, pack_slots([4]), host, pack_slots([6])).work())
     assert free.wait(WAIT_S)
@@ -123,7 +149,7 @@ def test_a_forward_pass_reads_each_layer_behind_its_copy(stub: Stub, waits_for_l
     before.gate(shut=True)
     before.fill(page(kv, 0, 0), 0)
     load = device.stream("load")
-    load.wait_event(before.event())  # type: ignore[arg-type]
+    load.wait_event(before.event())
     plan = CopyPlan(host, pack_slots([5]), kv, pack_slots([3]))
     waits = LayerWaits(LAYERS, device.make_end)
     held: list[object] = []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hicache_actors.cuda_ext import gpu_check
-from hicache_actors.testing.gpu_steps import STEP_FUNCTIONS
 from hicache_actors.cuda_ext.native.driver import LIBCUDA
+from hicache_actors.testing.gpu_steps import STEP_FUNCTIONS
 
 from .gpu_stub import Stub
 from .stub_gpu import StubGpu

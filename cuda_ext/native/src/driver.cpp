@@ -311,6 +311,7 @@ int hic_cuda_order(hic_cuda_stream* stream, hic_cuda_mark* mark) {
 int hic_cuda_order_event(hic_cuda_stream* stream, uint64_t event) {
   const Entered entered(stream->device);
   if (entered.code != HIC_OK) return entered.code;
+  stream->sources_lie_still = false;
   HIC_TRY(stream->device, cuStreamWaitEvent, (stream->handle, reinterpret_cast<Handle>(event), 0));
   return HIC_OK;
 }

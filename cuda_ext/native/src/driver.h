@@ -28,6 +28,7 @@ struct hic_cuda_stream {
   hic::cuda::Handle handle = nullptr;
   hic::cuda::Address staging = 0;  // a buffer of staging_bytes on the GPU; only this stream's work touches it
   uint64_t staging_bytes = 0;
+  bool sources_lie_still = true;  // until it writes the host, or waits for what may: one thread at a time asks and says so
   std::deque<hic_cuda_mark*> open;  // under the device's mutex, oldest first
 };
 

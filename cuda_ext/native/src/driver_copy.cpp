@@ -97,7 +97,7 @@ void cut_at_borders(hic_cuda* device, bool to_host, std::vector<hic_run>* runs) 
 }
 
 // One call of the driver for up to BATCH_COPIES copies.
-Result batch(hic_cuda_stream* stream, const hic_run* runs, size_t count, bool to_host) {
+Result batch(hic_cuda_stream* stream, const hic_run* runs, size_t count) {
   hic_cuda* device = stream->device;
   std::vector<Address> targets(count), sources(count);
   std::vector<size_t> sizes(count);
@@ -106,10 +106,10 @@ Result batch(hic_cuda_stream* stream, const hic_run* runs, size_t count, bool to
     sources[i] = runs[i].source;
     sizes[i] = runs[i].bytes;
   }
-  // A load's source lies still, and may be read before the stream gets there.  A write-back's may not: in any other order but the
-  // stream's it would be read before the forward pass that it waits for has written it.
+  // The source of a load that waits for nothing lies still, and may be read before the stream gets there.  A write-back's may not:
+  // in any other order but the stream's it would be read before the forward pass that it waits for has written it.
   CopyAttributes attributes = {};
-  attributes.source_order = to_host ? SOURCE_IN_STREAM_ORDER : SOURCE_IN_ANY_ORDER;
+  attributes.source_order = stream->sources_lie_still ? SOURCE_IN_ANY_ORDER : SOURCE_IN_STREAM_ORDER;
   size_t first = 0, failed_at = 0;
   ++device->batch_calls;
   if (device->api.batch_13000 != nullptr)
@@ -125,7 +125,7 @@ int by_runs(hic_cuda_stream* stream, std::vector<hic_run> runs, bool to_host) {
   size_t done = 0;
   while (has_batch && device->batch_works.load() != 0 && done < runs.size() && runs.size() > 1) {
     const size_t count = std::min(BATCH_COPIES, runs.size() - done);
-    const Result result = batch(stream, runs.data() + done, count, to_host);
+    const Result result = batch(stream, runs.data() + done, count);
     if (result == INVALID_VALUE || result == NOT_SUPPORTED) {
       device->batch_works.store(0);  // one by one from here on; what of it was taken is copied twice, in order
       break;
@@ -179,6 +179,7 @@ int by_staging(hic_cuda_stream* stream, const hic_plan& plan, const hic_cuda_how
 
 int copy(hic_cuda_stream* stream, const hic_plan& plan, const hic_cuda_how& how) {
   if (plan.runs == 0) return HIC_OK;
+  if (how.to_host != 0) stream->sources_lie_still = false;
   try {
     switch (how.engine) {
       case HIC_ENGINE_KERNEL:
