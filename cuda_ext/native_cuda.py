@@ -123,9 +123,9 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
             return None
 
     def close(self, timeout_s: float) -> bool:
-        """See `WorkerDevice`.  False also if the driver refuses to take something back."""
+        """See `WorkerDevice`.  False also if the GPU is lost, or its driver refuses to take something back."""
         end_s = time.monotonic() + timeout_s
-        in_time = super().close(timeout_s)
+        in_time = super().close(timeout_s) and self.lost is None  # nothing can be taken back from a dead context
         if in_time and not self._gone:  # what did not end in time stays as it is: the GPU may still write through it
             try:
                 in_time = self._give_back()
