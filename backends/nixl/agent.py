@@ -5,6 +5,7 @@ NIXL tells the end of a transfer to who asks, so waiting is asking again and aga
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -122,7 +123,9 @@ class Agent:
             state = "ERR"
         if state != "PROC":
             done[at] = state == "DONE"
-            self._agent.release_xfer_handle(waiting.pop(at))
+            handle = waiting.pop(at)
+            with contextlib.suppress(*self._errors):  # others are still under way; NIXL frees it with its object then
+                self._agent.release_xfer_handle(handle)
 
     @contextmanager
     def _places(self, items: Sequence[Item]) -> Iterator[None]:

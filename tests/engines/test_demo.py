@@ -36,6 +36,16 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_the_demo_runs_on(url: str, tmp_path: Path) -> None:
+    run(url, tmp_path)
+
+
+def test_the_demo_runs_on_nixl(tmp_path: Path) -> None:
+    run(f"nixl://{tmp_path / 'files'}", tmp_path)
+    with seaweed(tmp_path / "server") as server:
+        run(server.url.replace("s3://", "nixl://"), tmp_path)
+
+
+def run(url: str, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, str(CHAT), "--model", "toy", "--storage", url, "--json", str(found)]
     done = subprocess.run(command, env=os.environ | KEYS, capture_output=True, text=True, timeout=300)

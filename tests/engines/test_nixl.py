@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import resource
 import shutil
 import struct
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import anyio
-import obstore
 import pytest
-from obstore.store import S3Store
 
 from hicache_actors.backends import Backend, Stored, open_backend
 from hicache_actors.backends.nixl import BucketOptions, FilesOptions, NixlBucket, NixlFiles
@@ -168,6 +168,24 @@ async def test_a_bad_file_is_a_miss_and_nothing_else(tmp_path: Path, workers: Wo
     ]
 
 
+async def test_what_the_disk_does_not_take_is_refused_object_by_object(tmp_path: Path, workers: Workers) -> None:
+    backend = await opened(workers, tmp_path)
+    keys, data = objects(4)
+    mixed = [data[0][:1000], data[1], data[2][:1000], data[3]]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        outcomes = await backend.write(keys, mixed)
+        with pytest.raises(BackendError):
+            await backend.write(["k4"], [data[0]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert outcomes == [Stored.WRITTEN, Stored.FAILED] * 2
+    assert await backend.read(keys, [room(1, len(buffer))[0] for buffer in mixed]) == [True, False] * 2
+    assert not [path for path in everything_in(tmp_path) if path.suffix == ".tmp"], "nothing half is left"
+    assert await backend.write(keys, mixed) == [Stored.PRESENT, Stored.WRITTEN] * 2
+
+
 async def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, workers: Workers) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -211,18 +229,19 @@ class Direct:
     def __init__(self, url: str) -> None:
         options = BucketOptions.parse(url)
         self.prefix = options.prefix
-        self.store = S3Store(
+        self.client: Any = import_module("obstore")
+        self.store: Any = import_module("obstore.store").S3Store(
             options.bucket, endpoint=options.endpoint, region="us-east-1", client_options={"allow_http": True}
         )
 
     async def get(self, name: str) -> bytes | None:
         try:
-            return bytes(await (await obstore.get_async(self.store, name)).bytes_async())
+            return bytes(await (await self.client.get_async(self.store, name)).bytes_async())
         except FileNotFoundError:
             return None
 
     async def put(self, name: str, data: bytes) -> None:
-        await obstore.put_async(self.store, name, data, use_multipart=False)
+        await self.client.put_async(self.store, name, data, use_multipart=False)
 
     async def names(self) -> Names:
         record = await self.get(f"{self.prefix}epoch")
@@ -282,7 +301,9 @@ async def test_what_is_removed_or_lost_is_missed_by_all_and_written_anew(server:
     await ours.write(keys, data)
     assert await ours.quarantine("k0")
     direct = Direct(theirs.url)
-    await obstore.delete_async(direct.store, [(await direct.names()).data("k1", 100_000)])  # a lifecycle rule, say
+    await direct.client.delete_async(
+        direct.store, [(await direct.names()).data("k1", 100_000)]
+    )  # a lifecycle rule, say
     assert await theirs.exists(["k0"]) == 0
     assert await theirs.read(keys, room(2, 100_000)) == [False, False]
     assert await theirs.write(keys, data) == [Stored.WRITTEN] * 2
