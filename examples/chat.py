@@ -228,7 +228,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="hicache-chat-") as scratch:
         url = storage_url(args.storage or f"{scratch}/pages")
-        if asyncio.run(holds_something(url)):
+        folder = Path(args.storage) if args.storage and "://" not in args.storage else None
+        if (folder is not None and folder.exists() and any(folder.iterdir())) or asyncio.run(holds_something(url)):
             raise SystemExit(f"--storage {masked(url)} is not empty: pages of unknown origin could not be verified")
         verdict = asyncio.run(Demo(args, url, Path(scratch) / "schedule").run())
     verdict.show()

@@ -115,13 +115,13 @@ def test_a_page_of_several_chunks_has_a_header_for_each() -> None:
 
 
 def test_chunks_need_their_order_and_whole_groups() -> None:
-    for settings, field in (
-        ({"order": "page_first", "head_group": 1}, "layout.head_group"),
-        ({"order": "page_unified", "head_group": 2}, "layout.head_group"),
-        ({"order": "page_unified", "layer_partition": -1}, "layout.layer_partition"),
+    for make, field in (
+        (lambda: SlotLayout(SMOL, "page_first", head_group=1), "layout.head_group"),
+        (lambda: SlotLayout(SMOL, "page_unified", head_group=2), "layout.head_group"),
+        (lambda: SlotLayout(SMOL, "page_unified", layer_partition=-1), "layout.layer_partition"),
     ):
         with pytest.raises(ConfigError) as caught:
-            SlotLayout(SMOL, **settings)
+            make()
         assert caught.value.field == field
 
 
