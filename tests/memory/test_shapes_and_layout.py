@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,11 +116,12 @@ def test_a_page_of_several_chunks_has_a_header_for_each() -> None:
 
 
 def test_chunks_need_their_order_and_whole_groups() -> None:
-    for make, field in (
+    makers: tuple[tuple[Callable[[], SlotLayout], str], ...] = (
         (lambda: SlotLayout(SMOL, "page_first", head_group=1), "layout.head_group"),
         (lambda: SlotLayout(SMOL, "page_unified", head_group=2), "layout.head_group"),
         (lambda: SlotLayout(SMOL, "page_unified", layer_partition=-1), "layout.layer_partition"),
-    ):
+    )
+    for make, field in makers:
         with pytest.raises(ConfigError) as caught:
             make()
         assert caught.value.field == field
