@@ -145,27 +145,30 @@ class SlabBackend(Backend):
         def write_some(part: range) -> list[Stored]:
             outcomes = [Stored.FAILED] * len(part)
             claims: list[tuple[int, Claim]] = []
+            refusals = {at: self._refusal(file, keys[at], len(buffers[at])) for at in part}
             try:
-                for at in part:
-                    refusal = self._refusal(file, keys[at], len(buffers[at]))
-                    claim = None if refusal else file.table.claim(keys[at], len(buffers[at]))
-                    if isinstance(claim, Found):
-                        outcomes[at - part.start] = Stored.PRESENT
-                    elif claim is not None:
-                        claims.append((at, claim))
-                    else:
-                        self._counts[refusal or "set_full"] += 1
+                with file.table.changing():
+                    for at, refusal in refusals.items():
+                        claim = None if refusal else file.table.claim(keys[at], len(buffers[at]))
+                        if isinstance(claim, Found):
+                            outcomes[at - part.start] = Stored.PRESENT
+                        elif claim is not None:
+                            claims.append((at, claim))
+                        else:
+                            self._counts[refusal or "set_full"] += 1
                 if claims and expected is not None:
                     seal_many(buffers[part.start : part.stop], *_of(expected, part)[:3])
                 medium.write([Piece(claim.slot, buffers[at]) for at, claim in claims])
             except BaseException:
-                for _, claim in claims:
-                    file.table.give_up(claim)
+                with file.table.changing():
+                    for _, claim in claims:
+                        file.table.give_up(claim)
                 raise
             now_ms = _now_ms()
-            for at, claim in claims:
-                stays = file.table.publish(claim, now_ms)
-                outcomes[at - part.start] = Stored.WRITTEN if stays else Stored.PRESENT
+            with file.table.changing():
+                for at, claim in claims:
+                    stays = file.table.publish(claim, now_ms)
+                    outcomes[at - part.start] = Stored.WRITTEN if stays else Stored.PRESENT
             return outcomes
 
         outcomes = await self._in_parts("write", len(keys), write, expected)
@@ -177,7 +180,12 @@ class SlabBackend(Backend):
         file = await self._found_file()
         if file is None:
             return 0
-        return await self._workers.run(lambda: sum(map(file.table.remove, keys)))
+
+        def remove() -> int:
+            with file.table.changing():
+                return sum(map(file.table.remove, keys))
+
+        return await self._workers.run(remove)
 
     async def quarantine(self, key: str) -> bool:
         removed = await self.delete([key]) > 0
@@ -192,7 +200,12 @@ class SlabBackend(Backend):
     async def clear(self) -> None:
         file = await self._found_file()
         if file is not None:
-            await self._workers.run(file.table.clear)
+
+            def clear() -> None:
+                with file.table.changing():
+                    file.table.clear()
+
+            await self._workers.run(clear)
 
     async def keys(self) -> AsyncIterator[str]:
         file = await self._found_file()

@@ -16,9 +16,10 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+import numpy as np
 import xxhash
 
 from hicache_actors.backends.slab.locks import ByteLocks
@@ -41,9 +42,8 @@ _USED_AT: Final = 16
 _HASH_AT: Final = 32
 _KEY_AT: Final = 49
 
-_SET_LOCKS: Final = 1 << 60  # bytes that no file has
+_TABLE_LOCK: Final = 1 << 60  # bytes that no file has
 _OWNER_LOCKS: Final = 1 << 61
-_STRIPES: Final = 64
 
 
 class Found(NamedTuple):
@@ -71,7 +71,8 @@ class Table:
         self.ways = min(WAYS, self.slots)
         self.sets = self.slots // self.ways
         self._locks = locks
-        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._lock = threading.Lock()
+        self._used_ms = np.ndarray((self.slots,), "<u8", memory, _USED_AT, (ENTRY_BYTES,))
         self._owner = secrets.randbits(31) | 1
         while not locks.take(_OWNER_LOCKS + self._owner):
             self._owner = secrets.randbits(31) | 1
@@ -103,60 +104,62 @@ class Table:
     def touch(self, found: Found, now_ms: int) -> None:
         _USED.pack_into(self._memory, found.slot * ENTRY_BYTES + _USED_AT, now_ms)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Nobody else changes the table meanwhile, in any thread or process: for the methods below, and for as short as can be."""
+        with self._lock:
+            self._locks.hold(_TABLE_LOCK)
+            try:
+                yield
+            finally:
+                self._locks.let_go(_TABLE_LOCK)
+
     def claim(self, key: str, length: int) -> Claim | Found | None:
-        """A slot to write in; what is there already; or None: all slots of the set are being written."""
+        """A slot to write in; what is there already; or None: all slots of its sets are being written."""
         name = key.encode()
         if len(name) > MAX_KEY_BYTES:
             raise BackendError(f"a key of {len(name)} bytes; at most {MAX_KEY_BYTES} have room", retryable=False)
-        sets = self._sets_of(xxhash.xxh3_128_digest(name))
-        with self._alone(sets):
-            found = self.find(key)
-            if found is not None and found.length == length:
-                return found
-            slot = found.slot if found is not None else self._victim(sets)
-            if slot is None:
-                return None
-            # The state first: from here on nobody takes what is in the slot for an object.
-            _STATE_GENERATION.pack_into(self._memory, slot * ENTRY_BYTES, WRITING, self._owner)
+        found = self.find(key)
+        if found is not None and found.length == length:
+            return found
+        slot = found.slot if found is not None else self._victim(self._sets_of(xxhash.xxh3_128_digest(name)))
+        if slot is None:
+            return None
+        # The state first: from here on nobody takes what is in the slot for an object.
+        _STATE_GENERATION.pack_into(self._memory, slot * ENTRY_BYTES, WRITING, self._owner)
         return Claim(slot, key, length)
 
     def publish(self, claim: Claim, now_ms: int) -> bool:
         """The bytes are there -> whether they are found now; False if another writer was faster, and the slot is free again."""
         name, start = claim.key.encode(), claim.slot * ENTRY_BYTES
-        digest = xxhash.xxh3_128_digest(name)
-        with self._alone(self._sets_of(digest)):
-            found = self.find(claim.key)
-            if found is not None and found.length == claim.length:
-                _STATE.pack_into(self._memory, start, FREE)
-                return False
-            if found is not None:
-                _STATE.pack_into(self._memory, found.slot * ENTRY_BYTES, FREE)
-            generation = secrets.randbits(32)
-            checksum = _checksum(generation, claim.length, name)
-            entry = _ENTRY.pack(WRITING, self._owner, claim.length, now_ms, checksum, digest, len(name)) + name
-            self._memory[start + 8 : start + len(entry)] = entry[8:]
-            _STATE_GENERATION.pack_into(self._memory, start, WRITING, generation)
-            _STATE.pack_into(self._memory, start, READY)
+        found = self.find(claim.key)
+        if found is not None and found.length == claim.length:
+            self._free(claim.slot)
+            return False
+        if found is not None:
+            self._free(found.slot)
+        generation = secrets.randbits(32)
+        digest, checksum = xxhash.xxh3_128_digest(name), _checksum(generation, claim.length, name)
+        entry = _ENTRY.pack(WRITING, self._owner, claim.length, now_ms, checksum, digest, len(name)) + name
+        self._memory[start + 8 : start + len(entry)] = entry[8:]
+        _STATE_GENERATION.pack_into(self._memory, start, WRITING, generation)
+        _STATE.pack_into(self._memory, start, READY)
         return True
 
     def give_up(self, claim: Claim) -> None:
         """The bytes could not be written."""
-        with self._alone((claim.slot - claim.slot % self.ways,)):
-            _STATE.pack_into(self._memory, claim.slot * ENTRY_BYTES, FREE)
+        self._free(claim.slot)
 
     def remove(self, key: str) -> bool:
-        with self._alone(self._sets_of(xxhash.xxh3_128_digest(key.encode()))):
-            found = self.find(key)
-            if found is not None:
-                _STATE.pack_into(self._memory, found.slot * ENTRY_BYTES, FREE)
-            return found is not None
+        found = self.find(key)
+        if found is not None:
+            self._free(found.slot)
+        return found is not None
 
     def clear(self) -> None:
-        for first in range(0, self.slots, self.ways):
-            with self._alone((first,)):
-                for slot in range(first, first + self.ways):
-                    if self._state(slot) == READY:
-                        _STATE.pack_into(self._memory, slot * ENTRY_BYTES, FREE)
+        for slot in range(self.slots):
+            if self._memory[slot * ENTRY_BYTES] == READY:
+                self._free(slot)
 
     def keys(self, slots: Sequence[int]) -> list[str]:
         """Of those of ``slots`` that hold an object."""
@@ -170,44 +173,38 @@ class Table:
         return found
 
     def _victim(self, sets: Sequence[int]) -> int | None:
-        """A free slot of the emptier set, one of a dead writer included, or the slot that was unused for longest."""
-        free: list[list[int]] = []
+        """A free slot of the emptier set, one of a dead writer, or the slot that was unused for longest."""
+        states = [bytes(self._memory[self._bytes_of(first)][::ENTRY_BYTES]) for first in sets]  # their lowest bytes
+        free = [one.count(FREE) for one in states]
+        if any(free):
+            emptier = free.index(max(free))
+            return sets[emptier] + states[emptier].index(FREE)
         oldest: tuple[int, int] | None = None
-        for first in sets:
-            free.append([])
-            for slot in range(first, first + self.ways):
-                state, owner, _, used_ms, *_ = _ENTRY.unpack_from(self._memory, slot * ENTRY_BYTES)
-                if state == READY:
-                    oldest = (used_ms, slot) if oldest is None else min(oldest, (used_ms, slot))
-                elif state != WRITING or not self._lives(owner):
-                    free[-1].append(slot)
-        emptier = max(free, key=len)
-        if emptier:
-            return emptier[0]
+        for first, one in zip(sets, states, strict=True):
+            used_ms = self._used_ms[first : first + self.ways]
+            for at in map(int, used_ms.argsort()):
+                if one[at] != READY:
+                    _, owner = _STATE_GENERATION.unpack_from(self._memory, (first + at) * ENTRY_BYTES)
+                    if not self._lives(owner):
+                        return first + at
+                else:
+                    oldest = min(oldest or (int(used_ms[at]), first + at), (int(used_ms[at]), first + at))
+                    break
         return None if oldest is None else oldest[1]
 
     def _lives(self, owner: int) -> bool:
         return owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner)
 
-    def _state(self, slot: int) -> int:
-        state: int = _STATE.unpack_from(self._memory, slot * ENTRY_BYTES)[0]
-        return state
+    def _free(self, slot: int) -> None:
+        _STATE.pack_into(self._memory, slot * ENTRY_BYTES, FREE)
+
+    def _bytes_of(self, first: int) -> slice:
+        return slice(first * ENTRY_BYTES, (first + self.ways) * ENTRY_BYTES)
 
     def _sets_of(self, digest: bytes) -> tuple[int, ...]:
-        """The first slots of the sets that a key belongs to, in ascending order: locks are taken in that order."""
+        """The first slots of the sets that a key belongs to."""
         one, other = (int.from_bytes(digest[at : at + 8], "little") % self.sets * self.ways for at in (0, 8))
-        return (one,) if one == other else (min(one, other), max(one, other))
-
-    @contextmanager
-    def _alone(self, sets: Sequence[int]) -> Iterator[None]:
-        """Nobody else changes the slots of these sets, in any process."""
-        with ExitStack() as stack:
-            for stripe in sorted({first // self.ways % _STRIPES for first in sets}):
-                stack.enter_context(self._stripes[stripe])
-            for first in sets:
-                self._locks.hold(_SET_LOCKS + first)
-                stack.callback(self._locks.let_go, _SET_LOCKS + first)
-            yield
+        return (one,) if one == other else (one, other)
 
 
 def _checksum(generation: int, length: int, name: bytes) -> int:
