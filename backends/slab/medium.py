@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -13,8 +13,9 @@ import numpy as np
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import ALIGN
 from hicache_actors.cuda_ext.native import slots as native
+from hicache_actors.runtime.observation import bind_log
 
-_UNALIGNED: Final = (errno.EINVAL,)
+_REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Piece(NamedTuple):
@@ -23,7 +24,9 @@ class Piece(NamedTuple):
 
 
 class Medium(Protocol):
-    name: str
+    @property
+    def name(self) -> str:
+        """For `stats`."""
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Fill each buffer from the beginning of its slot.  Raises OSError."""
@@ -68,14 +71,24 @@ class Mapped:
 class Direct:
     """Past the page cache where the file system and the buffer allow it: host slots do, at addresses and lengths of 4096.
 
-    Half the processor time of buffered I/O, and no second copy of each page in memory.
+    Half the processor time of buffered I/O, and no second copy of each page in memory.  A file system that refuses it, when it is
+    opened or later, is named in one warning, and everything is buffered from then on: ``name`` says which it is.
     """
 
     def __init__(self, file: StoreFile) -> None:
-        self._geometry = file.geometry
-        self._buffered = file.fd
-        self._direct = _open_direct(file.path)
-        self.name = "buffered" if self._direct is None else "direct"
+        self._path, self._geometry, self._buffered = file.path, file.geometry, file.fd
+        self._direct, self._closing = -1, -1
+        self._lock = threading.Lock()
+        try:
+            self._direct = _open_direct(file.path)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            self._warn(error)
+
+    @property
+    def name(self) -> str:
+        return "buffered" if self._direct < 0 else "direct"
 
     def read(self, pieces: Sequence[Piece]) -> None:
         self._move(pieces, writes=False)
@@ -89,26 +102,45 @@ class Direct:
             by_fd.setdefault(self._fd(piece.buffer), []).append(piece)
         for fd, group in by_fd.items():
             buffers, offsets = [piece.buffer for piece in group], [self._at(piece.slot) for piece in group]
-            library = native.slots()
-            if library is not None:
-                library.move(fd, buffers, offsets, writes=writes)
-            else:
-                _move_one_by_one(fd, buffers, offsets, writes)
+            try:
+                _move(fd, buffers, offsets, writes)
+            except OSError as error:
+                if fd == self._buffered or error.errno not in _REFUSALS:
+                    raise
+                self._give_up_direct(error)
+                _move(self._buffered, buffers, offsets, writes)
 
     def close(self) -> None:
-        if self._direct is not None:
-            os.close(self._direct)
+        for fd in {self._direct, self._closing} - {-1}:
+            os.close(fd)
+
+    def _give_up_direct(self, error: OSError) -> None:
+        """Any thread; others may still be using the descriptor, so it stays open."""
+        with self._lock:
+            if self._direct < 0:
+                return
+            self._direct, self._closing = -1, self._direct
+        self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        bind_log(backend="slab").warning(
+            "direct_io_refused", path=self._path, errno=error.errno, reason=os.strerror(error.errno or 0)
+        )
 
     def _at(self, slot: int) -> int:
         return self._geometry.data_at + slot * self._geometry.slot_bytes
 
     def _fd(self, buffer: memoryview) -> int:
-        if self._direct is None or len(buffer) % ALIGN or _address(buffer) % ALIGN:
+        if self._direct < 0 or len(buffer) % ALIGN or _address(buffer) % ALIGN:
             return self._buffered
         return self._direct
 
 
-def _move_one_by_one(fd: int, buffers: Sequence[memoryview], offsets: Sequence[int], writes: bool) -> None:
+def _move(fd: int, buffers: Sequence[memoryview], offsets: Sequence[int], writes: bool) -> None:
+    library = native.slots()
+    if library is not None:
+        library.move(fd, buffers, offsets, writes=writes)
+        return
     for buffer, at in zip(buffers, offsets, strict=True):
         done = 0
         while done < len(buffer):
@@ -118,21 +150,17 @@ def _move_one_by_one(fd: int, buffers: Sequence[memoryview], offsets: Sequence[i
             done += n
 
 
-def _open_direct(path: str) -> int | None:
-    """None where the file system refuses it, at opening or at the first read."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _UNALIGNED:
-            return None
-        raise
+def _open_direct(path: str) -> int:
+    """Raises OSError, also if the first read does."""
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     probe = np.empty(2 * ALIGN, dtype=np.uint8)
     start = -probe.ctypes.data % ALIGN
-    with suppress(OSError):
+    try:
         os.preadv(fd, [probe.data[start : start + ALIGN]], 0)
-        return fd
-    os.close(fd)
-    return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _address(buffer: memoryview) -> int:

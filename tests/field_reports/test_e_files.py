@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.registry import open_backend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Wrapper
 from hicache_actors.config import HostConfig, HostLayout, ModelFacts
+from hicache_actors.cuda_ext.native import slots
 from hicache_actors.errors import ConfigError, TransferError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.runtime.workers import Workers
@@ -451,3 +454,55 @@ async def test_b095_what_a_killed_process_has_held_is_free_for_the_next(tmp_path
             assert await backend.reconcile()
             assert (backend.stats()["bytes"], backend.stats()["objects"]) == (on_disk(tmp_path), 8)
             assert on_disk(tmp_path) == 8 * DISK_BYTES
+
+
+# -- B076: direct I/O that is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+async def test_b076_direct_io_that_is_refused_falls_back_and_says_so(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given a file system that answers EINVAL to direct I/O, when the file is opened or when it is written.
+    When 20 objects are stored and read, in buffers that are aligned and in some that are 512 bytes off.
+    Then all are there, buffered; one warning names path and errno, and the store says that it does no direct I/O."""
+    real_open, real_write = os.open, os.pwritev
+    direct: set[int] = set()
+
+    def open_(path: str, flags: int, *args: int) -> int:
+        if flags & os.O_DIRECT and refused == "open":
+            raise OSError(errno.EINVAL, "planted")
+        fd = real_open(path, flags, *args)
+        if flags & os.O_DIRECT:
+            direct.add(fd)
+        return fd
+
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fd in direct:
+            raise OSError(errno.EINVAL, "planted")
+        return real_write(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(slots, "slots", lambda: None)
+    caplog.set_level(logging.WARNING, "hicache_actors")
+    workers = Workers("b076", 4)
+    backend = open_backend(f"slab://{tmp_path}/store?gb=0.002", workers)
+    await backend.open()
+    memory = mmap.mmap(-1, 64 * 8192)
+    for shift in (0, 512):
+        keys = [f"{shift}-{at}" for at in range(20)]
+        views = [memoryview(memory)[at * 12288 + shift : at * 12288 + shift + 8192] for at in range(20)]
+        for key, view in zip(keys, views, strict=True):
+            view[:] = content(key, 8192)
+        assert list(await backend.write(keys, views)) == [Stored.WRITTEN] * 20
+        back = room(20, 8192)
+        assert list(await backend.read(keys, back)) == [True] * 20
+        assert back == [content(key, 8192) for key in keys]
+    assert backend.stats()["io"] == "buffered"
+    warnings = [record.getMessage() for record in caplog.records if "direct_io_refused" in record.getMessage()]
+    assert len(warnings) == 1
+    assert str(tmp_path) in warnings[0]
+    assert str(errno.EINVAL) in warnings[0]
+    await backend.close()
+    assert workers.close(10.0) == ()

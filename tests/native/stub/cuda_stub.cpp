@@ -31,13 +31,15 @@ struct Stream {
   std::thread thread;
 };
 
-std::mutex lock;
-std::condition_variable changed;
-std::map<std::string, std::pair<int, int>> faults;  // call -> (calls until it fails, result)
-std::map<std::string, int64_t> calls, live;
-std::map<uint64_t, uint64_t> ranges;  // begin -> end of all that a GPU could reach
-std::map<void*, const char*> functions;
-std::vector<Stream*> streams;
+// Never destroyed: threads of devices that were lost still wait here when the process ends.
+std::mutex& lock = *new std::mutex;
+std::condition_variable& changed = *new std::condition_variable;
+auto& faults = *new std::map<std::string, std::pair<int, int>>;  // call -> (calls until it fails, result)
+auto& calls = *new std::map<std::string, int64_t>;
+auto& live = *new std::map<std::string, int64_t>;
+auto& ranges = *new std::map<uint64_t, uint64_t>;  // begin -> end of all that a GPU could reach
+auto& functions = *new std::map<void*, const char*>;
+auto& streams = *new std::vector<Stream*>;
 int version = 13000, dead = 0, shift = 0;
 bool hold_host_functions = false, captured_elsewhere = false;
 thread_local std::vector<void*> contexts;
