@@ -58,14 +58,25 @@ class ToyEngine:
 async def answer(cache: HiCache, engine: ToyEngine, prompt: Prompt) -> Account:
     """One request, from admission to the end of its prefill."""
     async with cache.acquire(prompt, deadline_s=5.0) as lease:
-        room = lease.allocate(len(prompt) - lease.usable_tokens)
+        if not isinstance(lease.allocate(len(prompt) - lease.usable_tokens), Shortfall):
+            return await compute(engine, prompt, lease)
+    # Pages are still being copied for earlier requests: give back what was found, and wait in line.
+    async with cache.room(len(prompt), deadline_s=5.0) as room:
         if isinstance(room, Shortfall):
             raise SystemExit(f"the device pool is too small: {room}")
-        await lease.run(engine.forward, prompt, lease)
-        if lease.loading is not None and (await lease.loading.verdict()).failed is not None:
-            raise SystemExit("a load failed; a server would release the lease and try again")
-        lease.commit(len(prompt))
-        return lease.account
+        async with cache.acquire(prompt, deadline_s=5.0, room=room) as lease:
+            shortfall = lease.allocate(len(prompt) - lease.usable_tokens)
+            if isinstance(shortfall, Shortfall):
+                raise SystemExit(f"what was reserved is not there: {shortfall}")
+            return await compute(engine, prompt, lease)
+
+
+async def compute(engine: ToyEngine, prompt: Prompt, lease: Lease) -> Account:
+    await lease.run(engine.forward, prompt, lease)
+    if lease.loading is not None and (await lease.loading.verdict()).failed is not None:
+        raise SystemExit("a load failed; a server would release the lease and try again")
+    lease.commit(len(prompt))
+    return lease.account
 
 
 async def serve(config: Config, device_pages: int, prompts: dict[str, Prompt], title: str) -> tuple[int, Account]:
