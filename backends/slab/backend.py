@@ -59,11 +59,8 @@ class SlabBackend(Backend):
             self._attach(await self._workers.run(lambda: store_file.find(self.options, map_slots=self._maps)))
 
     async def close(self) -> None:
-        self._closed = True
-        file, medium, self._file, self._medium = self._file, self._medium, None, None
-        if file is not None and medium is not None:
-            medium.close()
-            file.close()
+        # The descriptors close with their last user: a call that hangs must never find its number given to another file.
+        self._closed, self._file, self._medium = True, None, None
 
     async def exists(self, keys: Sequence[str]) -> int:
         file = await self._found_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -34,8 +35,6 @@ class Medium(Protocol):
     def write(self, pieces: Sequence[Piece]) -> None:
         """Raises OSError; then any of the slots may hold anything."""
 
-    def close(self) -> None: ...
-
 
 class Mapped:
     """Memory that is mapped: a copy each way, at the speed of memory while the pages are there."""
@@ -64,9 +63,6 @@ class Mapped:
         start = piece.slot * self._slot_bytes
         return self._slots[start : start + len(piece.buffer)]
 
-    def close(self) -> None:
-        pass
-
 
 class Direct:
     """Past the page cache where the file system and the buffer allow it: host slots do, at addresses and lengths of 4096.
@@ -76,11 +72,13 @@ class Direct:
     """
 
     def __init__(self, file: StoreFile) -> None:
+        self._file = file  # its descriptor stays open as long as this one is used
         self._path, self._geometry, self._buffered = file.path, file.geometry, file.fd
-        self._direct, self._closing = -1, -1
+        self._direct = -1
         self._lock = threading.Lock()
         try:
             self._direct = _open_direct(file.path)
+            weakref.finalize(self, os.close, self._direct)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -110,16 +108,12 @@ class Direct:
                 self._give_up_direct(error)
                 _move(self._buffered, buffers, offsets, writes)
 
-    def close(self) -> None:
-        for fd in {self._direct, self._closing} - {-1}:
-            os.close(fd)
-
     def _give_up_direct(self, error: OSError) -> None:
         """Any thread; others may still be using the descriptor, so it stays open."""
         with self._lock:
             if self._direct < 0:
                 return
-            self._direct, self._closing = -1, self._direct
+            self._direct = -1
         self._warn(error)
 
     def _warn(self, error: OSError) -> None:

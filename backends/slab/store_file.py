@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
@@ -54,7 +55,10 @@ class Geometry(NamedTuple):
 
 
 class StoreFile:
-    """The file, open and mapped by this process: the whole of it if ``map_slots``, else its head and table."""
+    """The file, open and mapped by this process: the whole of it if ``map_slots``, else its head and table.
+
+    Closed, and its locks let go of, when nobody holds it any more.
+    """
 
     def __init__(self, path: str, geometry: Geometry, *, map_slots: bool) -> None:
         self.path, self.geometry = path, geometry
@@ -65,15 +69,11 @@ class StoreFile:
         except BaseException:
             os.close(self.fd)
             raise
+        weakref.finalize(self, os.close, self.fd)
         self._view = memoryview(self.mapping)
         self.locks = ByteLocks(self.fd)
         self.table = Table(self._view[ALIGN : ALIGN + geometry.slots * ENTRY_BYTES], self.mapping, ALIGN, self.locks)
         self.slots = self._view[geometry.data_at :] if map_slots else None
-
-    def close(self) -> None:
-        """The mapping goes when nobody uses a part of it any more."""
-        self.table.close()
-        os.close(self.fd)
 
     def spend(self, nbytes: int, limit_bytes: int) -> bool:
         """Count what is to be written today, by all processes -> whether it may be."""

@@ -77,9 +77,6 @@ class Table:
         while not locks.take(_OWNER_LOCKS + self._owner):
             self._owner = secrets.randbits(31) | 1
 
-    def close(self) -> None:
-        self._locks.let_go(_OWNER_LOCKS + self._owner)
-
     def find(self, key: str) -> Found | None:
         """Takes no lock; what it answers may change at once."""
         name = key.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -175,6 +176,21 @@ async def test_nearly_all_slots_are_used_before_the_first_object_is_pushed_out(
     await backend.write(many, data * len(many))
     assert await backend.exists(many) == len(many)
     await backend.close()
+
+
+async def test_a_call_that_outlives_its_backend_keeps_the_descriptor(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    await backend.write(*objects(1))
+    file = await backend._found_file()
+    assert file is not None
+    fd = file.fd
+    await backend.close()
+    assert os.fstat(fd).st_size == file.geometry.file_bytes, "its number may be given to another file now"
+    del file
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 async def test_two_backends_at_one_store_see_each_other_at_once(url: str, workers: Workers) -> None:
