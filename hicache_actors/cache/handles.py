@@ -204,16 +204,15 @@ class Lease:
     def load(self, max_tokens: int | None = None) -> Load | Shortfall:
         """Bring what the host has into device pages: all of the asked part or nothing.  Idempotent; covers joined fills.
 
-        Comes before the first `allocate`; later it is refused ("after_allocate").
+        Comes before the first `allocate`; later it is refused ("after_allocate").  A refused load may have taken, and `loading`
+        then waits for, what others are bringing to the device.
         """
         answer = self._inside.driver.decide(lambda core: core.load(self._lease, max_tokens))
-        if isinstance(answer, Shortfall):
-            return answer
         self._committed_pages = max(self._committed_pages, self._lease.usable_tokens // self._inside.core.page_size)
-        load = self._follow(answer)
-        if answer:
+        load = self._follow(self._lease.loads)
+        if self._lease.loads:
             self._loading = load
-        return load
+        return answer if isinstance(answer, Shortfall) else load
 
     def allocate(self, n_tokens: int) -> Sequence[int] | Shortfall:
         """Room for ``n_tokens`` more tokens -> the new page ids (none if the open page has room).

@@ -76,6 +76,26 @@ async def test_decode_continues_a_leased_prompt_and_the_next_turn_finds_it() -> 
         assert small.cache.match(asked).device == 16  # one token is always left to compute
 
 
+async def test_a_refused_load_waits_all_the_same_for_what_it_has_joined() -> None:
+    async with open_small(device_pages=8, host_pages=32) as small:
+        asked = prompt(6)
+        await small.engine.answer(asked)
+        await small.cache.drain(5.0)
+        await evict_device(small)
+        first, second, other = (small.cache.lease(asked, rid) for rid in ("first", "second", "other"))
+        assert not isinstance(other.allocate(4 * 4), Shortfall)
+        with small.device.gate("load"):
+            assert not isinstance(first.load(12), Shortfall)
+            refused = second.load()
+            assert isinstance(refused, Shortfall)
+            assert (second.usable_tokens, second.ready_tokens) == (12, 0)
+            assert second.loading is not None  # what it may use is still on its way
+            assert not second.loading.wait(0, 0.0)
+        assert (await second.loading.verdict()).failed is None
+        for lease in (first, second, other):
+            lease.release()
+
+
 async def test_a_small_pool_gives_a_shorter_lease_and_says_why() -> None:
     async with open_small(device_pages=8, host_pages=32, backend=MemoryBackend()) as small:
         await small.engine.answer(prompt(7, extra=0))
