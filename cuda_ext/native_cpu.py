@@ -28,6 +28,7 @@ from hicache_actors.cuda_ext.teller import DeviceTeller
 from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.errors import HiCacheError, StoppedError, TransferError, UsageError
 from hicache_actors.runtime import bind_log
+from hicache_actors.transfer.affine import AffineCopy
 from hicache_actors.transfer.completions import End, has_fired
 from hicache_actors.transfer.engines import CPU, Engines
 from hicache_actors.transfer.plan import CopyWork
@@ -67,6 +68,9 @@ class NativeCpuDevice(ControlledDevice["NativeStream"]):
         )
         weakref.finalize(self, self.teller.close, 0.0)
         self.copy_function = loaded().address("hic_call_copies")
+
+    def explain(self, copy: AffineCopy) -> str:
+        return self.engines.explain(copy, CPU)
 
     def listen(self) -> LoopRing | None:
         try:

@@ -148,6 +148,9 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         """By which engine a copy goes."""
         return self.engines.choose(copy, GPU, kernel=self.has_kernel)
 
+    def explain(self, copy: AffineCopy) -> str:
+        return self.engines.explain(copy, GPU, kernel=self.has_kernel)
+
     def _load_kernel(self, makers: Sequence[MakeImage], facts: CudaFacts) -> str:
         """-> where it comes from.  Raises `TransferError` of the last if none can be had."""
         for number, make in enumerate(makers, 1):

@@ -17,8 +17,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from hicache_actors.cuda_ext import open_cuda_device
 from hicache_actors.cuda_ext.native.library import library, why_not
-from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.errors import BackendError, ConfigError, HiCacheError
 from hicache_actors.memory.budget import HostMemoryAccount
 from hicache_actors.memory.disks import disk_of, probe_disk
 from hicache_actors.memory.limits import MemoryLimit, ranks_per_host
@@ -27,6 +28,8 @@ from hicache_actors.memory.shapes import format_bytes
 PACKAGE: Final = "hicache-actors"
 SLOW_FSYNC_S: Final = 0.1
 LOW_SPACE_BYTES: Final = 10**9
+DRIVER_SIGNS: Final = ("proc/driver/nvidia/version", "dev/nvidiactl")
+GPU_CLOSE_S: Final = 10.0
 
 _HIDDEN_EXTRAS: Final = frozenset({"dev", "test"})
 _QUIET_OPENMP: Final = "set GOMP_SPINCOUNT=0 and OMP_WAIT_POLICY=PASSIVE before torch is imported"
@@ -110,39 +113,61 @@ def _debug(variables: Mapping[str, str]) -> Iterable[Finding]:
 # -- device ------------------------------------------------------------------------------------------------------------
 
 
-def device(*, root: Path = Path("/"), load_torch: Callable[[], Any] = lambda: import_module("torch")) -> Section:
-    """``root``: where the signs of a driver are looked for."""
-    driver = any((root / sign).exists() for sign in ("proc/driver/nvidia/version", "dev/nvidiactl"))
+def device(
+    *,
+    root: Path = Path("/"),
+    load_torch: Callable[[], Any] = lambda: import_module("torch"),
+    open_cuda: Callable[[int], Any] = open_cuda_device,
+) -> Section:
+    """``root``: where the signs of a driver are looked for.  ``open_cuda``: what makes the device for the first GPU."""
+    driver = any((root / sign).exists() for sign in DRIVER_SIGNS)
     facts: dict[str, Any] = {
         "native_library": None if (found := library()) is None else str(found.path),
         "cpu_device": "threads of Python" if found is None else "native threads",
+        "cuda_device": f"none: no NVIDIA driver ({' or '.join(f'/{sign}' for sign in DRIVER_SIGNS)})",
         "nvidia_driver": driver,
         "compiler": shutil.which("g++"),
         "nvcc": shutil.which("nvcc"),
         "cuda_devices": [],
     }
-    notes = () if found is not None else (_without_library(),)
-    if not driver:
-        return Section("device", facts, notes)
+    findings = [] if found is not None else [_without_library()]
+    if driver:
+        facts["cuda_device"], finding = _look_at_gpus(facts["cuda_devices"], load_torch, open_cuda)
+        findings += [] if finding is None else [finding]
+    return Section("device", facts, tuple(findings))
+
+
+def _look_at_gpus(
+    listed: list[dict[str, Any]], load_torch: Callable[[], Any], open_cuda: Callable[[int], Any]
+) -> tuple[str, Finding | None]:
+    """-> the device that a cache would take for tensors on the first GPU, and why it is that one; or why there is none."""
     try:
         torch = load_torch()
     except ImportError as error:
         finding = problem(f"torch cannot be imported: {error}", "install torch for this GPU driver")
-        return Section("device", facts, (*notes, finding))
+        return "none: torch cannot be imported", finding
     if not torch.cuda.is_available():
         why = (
             "was built without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} sees no device"
         )
-        finding = problem(
-            f"there is an NVIDIA driver, but torch {torch.__version__} {why}", "install a torch that matches the driver"
+        text = f"torch {torch.__version__} {why}"
+        return f"none: {text}", problem(
+            f"there is an NVIDIA driver, but {text}", "install a torch that matches the driver"
         )
-        return Section("device", facts, (*notes, finding))
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        facts["cuda_devices"].append(
-            {"name": torch.cuda.get_device_name(index), "total_bytes": total_bytes, "free_bytes": free_bytes}
+        name = torch.cuda.get_device_name(index)
+        listed.append({"name": name, "total_bytes": total_bytes, "free_bytes": free_bytes})
+    try:
+        chosen = open_cuda(0)
+    except HiCacheError as error:
+        return f"none: {error}", problem(
+            f"the first GPU cannot be opened: {error}", "free its memory, or look at nvidia-smi"
         )
-    return Section("device", facts, notes)
+    try:
+        return f"{type(chosen).__name__}: {chosen.implementation}", None
+    finally:
+        chosen.close(GPU_CLOSE_S)
 
 
 def _without_library() -> Finding:

@@ -11,6 +11,7 @@ from hicache_actors.cuda_ext.device import Device, Ticket
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.runtime import Actor, Ask, Control, handles
+from hicache_actors.transfer.engines import explain_device
 from hicache_actors.transfer.plan import CopyPlan
 from hicache_actors.transfer.waits import LayerWaits
 
@@ -44,6 +45,8 @@ class DeviceSnapshot(msgspec.Struct, frozen=True):
     loaded_bytes: int
     written_back_bytes: int
     failed_copies: int
+    load_engine: str  #: what copies from the host, and why
+    write_back_engine: str  #: what copies to the host, and why
     device: Mapping[str, int | float | str]
 
 
@@ -59,6 +62,7 @@ class DeviceTier(Actor):
         super().__init__("device")
         self.device, self._kv, self._host = device, kv.by_head_groups(host.layout.head_groups), host
         self._loads, self._write_backs = device.stream("load"), device.stream("write_back")
+        self._engines = explain_device(device, self._kv.geometry, host.geometry)
         self._bytes = {"load": 0, "write_back": 0}
         self._failed = 0
         self._on_lost = on_lost
@@ -76,6 +80,8 @@ class DeviceTier(Actor):
             loaded_bytes=self._bytes["load"],
             written_back_bytes=self._bytes["write_back"],
             failed_copies=self._failed,
+            load_engine=self._engines[0],
+            write_back_engine=self._engines[1],
             device=self.device.snapshot(),
         )
 

