@@ -55,9 +55,10 @@ class _Loads:
     A lease and its `Load` share it.  When both are gone Core may drop the verdicts; until then it keeps them.
     """
 
-    def __init__(self, inside: Inside) -> None:
+    def __init__(self, inside: Inside, lease: int = 0) -> None:
+        """``lease``: its number, 0 for a load into blocks of the engine's own."""
         self.open: dict[int, OpenJob] = {}
-        weakref.finalize(self, _forget, inside.core, self.open)
+        weakref.finalize(self, _forget, inside.core, self.open, lease)
 
     def follow(self, inside: Inside, jobs: Iterable[int]) -> None:
         # A job that has ended is not open inside any more, so its local half is kept from its first sight.
@@ -66,10 +67,10 @@ class _Loads:
                 self.open[job] = inside.open_job(job)
 
 
-def _forget(core: Core, jobs: dict[int, OpenJob]) -> None:
+def _forget(core: Core, jobs: dict[int, OpenJob], lease: int) -> None:
     # On whichever thread collects the handle: verdicts are kept for handles only and decide nothing.
     for job in jobs:
-        core.forget_load(job)
+        core.forget_load(job, lease)
 
 
 class Load:
@@ -158,7 +159,7 @@ class Lease:
     def __init__(self, inside: Inside, core_lease: CoreLease, prompt: Prompt) -> None:
         self.prompt = prompt
         self._inside, self._lease = inside, core_lease
-        self._loads = _Loads(inside)
+        self._loads = _Loads(inside, core_lease.number)
         self._committed_pages = core_lease.usable_tokens // inside.core.page_size
         self._released = False
         self._loading = self._follow(core_lease.loads) if core_lease.loads else None

@@ -249,9 +249,12 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         """The verdict of a load: None until its RESULT has been applied.  Answerable until everybody has dropped it."""
         return self._loads.result(job)
 
-    def forget_load(self, job: int) -> None:
-        """Drop a verdict: to be called once for each lease that had ``job`` in its ``loads``."""
-        self._loads.forget(job)
+    def forget_load(self, job: int, lease: int = 0) -> None:
+        """Lease number ``lease`` had ``job`` in its ``loads`` and will not ask for the verdict any more.  Any thread; idempotent.
+
+        For a load into blocks of the engine's own the number is 0.
+        """
+        self._loads.forget(job, lease)
 
     def allocate(self, lease: CoreLease, n_tokens: int) -> Shortfall | None:
         """Append private pages for ``n_tokens`` tokens beyond ``capacity_tokens`` to ``lease.pages``, evicting if need be.

@@ -135,7 +135,7 @@ class Leases:
     def _wait_for(self, lease: CoreLease, job_id: int) -> None:
         if job_id not in lease.loads:
             lease.loads.append(job_id)
-            self.loads.hold(job_id)
+            self.loads.hold(job_id, lease.number)
 
     def _host_end(self, lease: CoreLease, stop: int) -> int:
         """Page where the run that could be loaded now ends."""

@@ -49,7 +49,7 @@ class _Verdict:
     __slots__ = ("holders", "result")
 
     def __init__(self) -> None:
-        self.holders = 0
+        self.holders: set[int] = set()
         self.result: LoadResult | None = None
 
 
@@ -153,20 +153,21 @@ class Loads:
             verdict.result = result
             self._drop_unasked(job_id, verdict)
 
-    def hold(self, job_id: int) -> None:
-        """One more lease waits for this load; each drops it with `forget`."""
-        self.verdicts[job_id].holders += 1
+    def hold(self, job_id: int, holder: int = 0) -> None:
+        """A lease (by its number), or the one engine that owns the blocks, waits for this load."""
+        self.verdicts[job_id].holders.add(holder)
 
-    def forget(self, job_id: int) -> None:
+    def forget(self, job_id: int, holder: int = 0) -> None:
+        """It will not ask any more.  Any thread; idempotent, since a lease may be taken back that has a handle already."""
         verdict = self.verdicts.get(job_id)
         if verdict is not None:
-            verdict.holders -= 1
+            verdict.holders.discard(holder)
             self._drop_unasked(job_id, verdict)
 
     def _drop_unasked(self, job_id: int, verdict: _Verdict) -> None:
         """An open load keeps its verdict even if nobody holds it: the next lease may join its fill."""
-        if verdict.holders <= 0 and verdict.result is not None:
-            del self.verdicts[job_id]
+        if not verdict.holders and verdict.result is not None:
+            self.verdicts.pop(job_id, None)
 
     def settled(self, job_id: int) -> bool:
         verdict = self.verdicts.get(job_id)

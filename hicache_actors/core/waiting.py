@@ -195,7 +195,7 @@ class Waiting:
         lease = self._acquired.pop(waiter, None)
         if lease is not None and not lease.closed:
             for job_id in lease.loads:
-                self.leases.loads.forget(job_id)
+                self.leases.loads.forget(job_id, lease.number)
             self.leases.release(lease, None)
 
     def on_release(self, lease: CoreLease) -> None:

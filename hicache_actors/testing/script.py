@@ -342,7 +342,7 @@ class TwinScript:
             else:
                 self.stats["withheld"] += 1
             for job in lease.loads:
-                self.core.forget_load(job)
+                self.core.forget_load(job, lease.number)
         self._unjudged = still
 
     def _ask_waiters(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from hicache_actors import UsageError
+from hicache_actors import HiCache, Prompt, Shortfall, UsageError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.testing.engines import Answer, StepEngine
 from hicache_actors.testing.pools import check_conservation, check_whole
-from hicache_actors.testing.small import open_small, prompt
+from hicache_actors.testing.small import Small, open_small, prompt
 
 
 async def test_a_step_engine_is_served_by_all_tiers() -> None:
@@ -65,6 +67,47 @@ async def test_a_foreign_thread_may_only_release() -> None:
         await cache.begin_step_async()
         cache.end_step()
         check_whole(cache.core)
+
+
+async def test_an_acquire_that_is_cancelled_on_its_way_leaves_the_verdict_to_others() -> None:
+    async with open_small(driver="step") as small:
+        cache, asked = small.cache, prompt(4)
+        await _to_host(small, asked)
+        await cache.begin_step_async()
+        other = cache.lease(asked, "other")
+        assert not isinstance(other.load(), Shortfall)
+        cache.end_step()
+        acquiring = asyncio.ensure_future(cache.acquire(asked, rid="r").__aenter__())
+        await asyncio.sleep(0)
+        await cache.begin_step_async()  # it is asked for in this step, answered at the end of it, ...
+        acquiring.cancel()  # ... and nobody is there to be told
+        await asyncio.wait({acquiring})
+        cache.end_step()
+        await _idle(cache)
+        assert acquiring.cancelled()
+        assert other.loading is not None
+        assert (await other.loading.verdict()).failed is None
+        other.release()
+        await _idle(cache)
+
+
+async def _to_host(small: Small, asked: Prompt) -> None:
+    cache = small.cache
+    for rid, each in (("first", asked), ("others", prompt(cache.kv.pages - 1, family=9))):
+        await cache.begin_step_async()
+        lease = cache.lease(each, rid)
+        assert not isinstance(lease.allocate(len(each)), Shortfall)
+        lease.commit(len(each))
+        lease.release()
+        cache.end_step()
+        await _idle(cache)
+    assert (cache.match(asked).device, cache.match(asked).host) == (0, len(asked) - 1)
+
+
+async def _idle(cache: HiCache) -> None:
+    while cache.needs_step:
+        await cache.begin_step_async()
+        cache.end_step()
 
 
 async def test_async_verbs_become_intents_of_the_next_step() -> None:

@@ -51,22 +51,23 @@ def test_a_load_moves_host_slots_to_the_lease_s_pages() -> None:
     answer(core)
     core.release(lease)
     assert core.load_result(job) == LoadResult(40, None), "answerable after the release"
-    core.forget_load(job)
+    core.forget_load(job, lease.number)
     assert core.load_result(job) is None
     whole(core)
 
 
 def test_a_second_lease_joins_the_fill() -> None:
     core = make()
-    _, job = loading(core)
+    first, job = loading(core)
     second = core.lease(A, "b")
     assert (second.ready_tokens, second.usable_tokens, second.loads) == (0, 40, [job])
     assert core.load(second) == (job,)
     end(core, job, 10)
     assert second.ready_tokens == 40
-    core.forget_load(job)
+    core.forget_load(job, second.number)
+    core.forget_load(job, second.number)
     assert core.load_result(job) is not None, "the other lease may still ask"
-    core.forget_load(job)
+    core.forget_load(job, first.number)
     assert core.load_result(job) is None
     for rid in "ab":
         core.release(core.state.leases[rid])

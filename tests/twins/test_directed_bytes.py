@@ -198,7 +198,7 @@ def test_a7_a_verdict_belongs_to_the_load_and_names_its_cause(seed: int, release
     if not released_first:
         release(twins, leases, ("a", "pass"))
     assert [rank.core.load_result(job) for rank in twins.ranks] == results
-    twins.step(lambda rank: rank.core.forget_load(job))
+    twins.step(lambda rank: rank.core.forget_load(job, leases[rank.rank].number))
 
 
 @seeds
