@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -85,6 +86,8 @@ async def test_an_acquire_that_is_cancelled_on_its_way_leaves_the_verdict_to_oth
         cache.end_step()
         await _idle(cache)
         assert acquiring.cancelled()
+        del acquiring  # and with it the handle that nobody has seen
+        gc.collect()
         assert other.loading is not None
         assert (await other.loading.verdict()).failed is None
         other.release()
