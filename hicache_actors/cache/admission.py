@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hicache_actors.cache.handles import Inside, Lease
 from hicache_actors.core import Core, CoreLease
-from hicache_actors.errors import UsageError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.ranks.intents import AskAcquire
 
@@ -37,9 +36,3 @@ class Admission:
     def cancel(self, core: Core, waiter: int) -> None:
         """The caller has gone.  In a section; idempotent."""
         core.cancel_acquire(waiter)
-
-
-def check_rid(rid: str) -> None:
-    """Raises `UsageError` for what cannot name a request."""
-    if not isinstance(rid, str) or not rid:
-        raise UsageError(f"rid = {rid!r}: a request id is a non-empty text")

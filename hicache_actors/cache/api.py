@@ -16,7 +16,8 @@ import anyio
 import msgspec
 
 from hicache_actors.backends.backend import Backend
-from hicache_actors.cache.admission import Admission, check_rid
+from hicache_actors.cache import arguments
+from hicache_actors.cache.admission import Admission
 from hicache_actors.cache.asking import Acquire, Asking
 from hicache_actors.cache.assembly import DriverKind, Parts
 from hicache_actors.cache.block_verbs import BlockVerbs
@@ -131,6 +132,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
     def match(self, prompt: Prompt) -> Match:
         """What is cached of ``prompt``; nothing in shadow mode, where it is of no use.  Never changes anything."""
         self.driver.check_owner()
+        arguments.check_prompt(prompt)
         if self._parts.shadow is not None:
             return Match(0, 0, 0)
         try:
@@ -146,18 +148,20 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         in vain.  Policies that count users count it once on them.
         """
         self._check_open()
-        check_rid(rid)
         return self.driver.decide(self._admission(prompt, rid, priority, used_tokens).lease)
 
     def prefetch(self, prompt: Prompt, rid: str, *, deadline_s: float | None = None, priority: int = 0) -> Prefetch:
         """Bring what the host lacks of ``prompt`` from storage, if the missing span is worth it."""
         self._check_open()
-        check_rid(rid)
+        arguments.check_prompt(prompt)
+        arguments.check_rid(rid)
+        limit_s = None if deadline_s is None else arguments.seconds("deadline_s", deadline_s)
+        rank = arguments.priority(priority)
         if self._parts.shadow is not None:
             rid = cached_rid(rid)
 
         def prefetch(core: Core) -> Prefetch:
-            job = core.prefetch(prompt, rid, deadline_s, priority)
+            job = core.prefetch(prompt, rid, limit_s, rank)
             return Prefetch(self, None if job is None else self.open_job(job), rid)
 
         return self.driver.decide(prefetch)
@@ -206,10 +210,12 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         """
         self._check_open()
         name = f"hicache:{next(self._rids)}" if rid is None else rid
-        check_rid(name)
+        admission = self._admission(prompt, name, priority, used_tokens, room)
         if deadline_s is None:
-            deadline_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
-        return Acquire(self._asking, self._admission(prompt, name, priority, used_tokens, room), deadline_s)
+            limit_s = self._parts.config.storage.prefetch_timeout_s(len(prompt))
+        else:
+            limit_s = arguments.seconds("deadline_s", deadline_s)
+        return Acquire(self._asking, admission, limit_s)
 
     def room(self, n_tokens: int, *, deadline_s: float) -> AbstractAsyncContextManager[Room | Shortfall]:
         """Wait, in order, for device pages for ``n_tokens``, and keep them for ``acquire(room=...)`` until the block ends.
@@ -219,18 +225,20 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         and allocate nothing beyond their own reservation, so nobody is overtaken for ever.
         """
         self._check_open()
-        return WaitForRoom(self, self._asking, n_tokens, deadline_s)
+        limit_s = max(0.0, arguments.seconds("deadline_s", deadline_s))
+        return WaitForRoom(self, self._asking, arguments.tokens("n_tokens", n_tokens), limit_s)
 
     async def stored(self, prompt: Prompt, deadline_s: float) -> Stored:
         """Wait until the whole pages of ``prompt`` are acknowledged by the store; at most ``deadline_s``.
 
         Whatever was to be saved or stored later (``write_back``, ``store_on = "host_evict"``) is saved and stored now.
         """
+        arguments.check_prompt(prompt)
         return await self._asking.ask(
             lambda core: core.stored(prompt),
             lambda answer: Stored(*answer),
             Core.cancel_waiter,
-            deadline_s,
+            arguments.seconds("deadline_s", deadline_s),
             unheard=lambda: (0, "pending"),
             told=lambda number: AskStored(number, prompt),
         )
@@ -241,6 +249,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         That includes what was to be saved or stored later, prefixes first.
         ``stepping``: the engine has stopped making steps, so they are made here; with ranks, all of them call it.
         """
+        deadline_s = arguments.seconds("deadline_s", deadline_s)
         if stepping:
             self._check_open()
             return await self._drain_in_own_steps(deadline_s)
@@ -272,6 +281,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         one gives the store up, unless all ranks had it open by then.
         """
         self._check_open()
+        deadline_s = arguments.seconds("deadline_s", deadline_s)
         self._check_switch("attach_storage", store)
         if self._parts.disabled is not None:
             self._parts.log.warning("storage_not_attached", disabled_by=self._parts.disabled)
@@ -288,7 +298,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         """
         self._check_open()
         self._check_switch("detach_storage")
-        return await self._switch.detach(deadline_s)
+        return await self._switch.detach(arguments.seconds("deadline_s", deadline_s))
 
     # -- for handles and tests -----------------------------------------------------------------------------------------
 
@@ -320,6 +330,11 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
     def _admission(
         self, prompt: Prompt, rid: str, priority: int, used_tokens: int, room: Room | None = None
     ) -> Admission:
+        arguments.check_prompt(prompt)
+        arguments.check_rid(rid)
+        priority, used_tokens = arguments.priority(priority), arguments.tokens("used_tokens", used_tokens)
+        if room is not None and not isinstance(room, Room):
+            raise arguments.not_a_room(room)
         shadow, waiter = self._parts.shadow, 0 if room is None else room.waiter
         if shadow is None:
             return Admission(self, prompt, rid, priority, waiter, used_tokens)

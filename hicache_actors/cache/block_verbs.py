@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from hicache_actors.cache.admission import check_rid
+from hicache_actors.cache import arguments
 from hicache_actors.cache.handles import BlockLoad, Inside
 from hicache_actors.core import Core
 from hicache_actors.core.words import Shortfall
@@ -39,8 +39,10 @@ class BlockVerbs:
         follow sooner or later; asking again is harmless.  One token is always left to compute.
         """
         self._check_open()
-        check_rid(rid)
-        found: int | None = self.driver.poll(lambda core: core.lookup(prompt, rid, computed_tokens))
+        arguments.check_prompt(prompt)
+        arguments.check_rid(rid)
+        computed = arguments.tokens("computed_tokens", computed_tokens)
+        found: int | None = self.driver.poll(lambda core: core.lookup(prompt, rid, computed))
         return found
 
     def load_into(
@@ -55,15 +57,16 @@ class BlockVerbs:
         "load_failed" (what was found has gone since), "degraded".
         """
         self._check_open()
+        blocks, start = arguments.blocks(pages), arguments.tokens("first_token", first_token)
         if after is not None:
             check_event(after)
 
         def load(core: Core) -> BlockLoad | Shortfall:
-            answer = core.load_into(rid, pages, first_token, after)
+            answer = core.load_into(rid, blocks, start, after)
             if isinstance(answer, Shortfall):
                 return answer
             load_id, job = answer
-            return BlockLoad(self, load_id, job, first_token + len(pages) * core.page_size)
+            return BlockLoad(self, load_id, job, start + len(blocks) * core.page_size)
 
         return self.driver.decide(load)
 
@@ -78,10 +81,12 @@ class BlockVerbs:
         ``SaveEnd`` says what became of it; how the store does is seen by `HiCache.stored`.
         """
         self._check_open()
-        check_rid(rid)
+        arguments.check_prompt(prompt)
+        arguments.check_rid(rid)
+        blocks, start = arguments.blocks(pages), arguments.tokens("first_token", first_token)
         if after is not None:
             check_event(after)
-        save_id: str = self.driver.decide(lambda core: core.save_from(prompt, rid, pages, first_token, after))
+        save_id: str = self.driver.decide(lambda core: core.save_from(prompt, rid, blocks, start, after))
         return save_id
 
     def finish(self: OpenCache, rid: str, *, after: Event | None = None) -> None:

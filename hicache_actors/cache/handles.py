@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 
+from hicache_actors.cache import arguments
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.words import Account, Committed, Failure, LoadResult, Shortfall, pack_slots
 from hicache_actors.cuda_ext.device import Event
@@ -208,7 +209,8 @@ class Lease:
         Comes before the first `allocate`; later it is refused ("after_allocate").  A refused load may have taken, and `loading`
         then waits for, what others are bringing to the device.
         """
-        answer = self._inside.driver.decide(lambda core: core.load(self._lease, max_tokens))
+        limit = None if max_tokens is None else arguments.tokens("max_tokens", max_tokens)
+        answer = self._inside.driver.decide(lambda core: core.load(self._lease, limit))
         self._committed_pages = max(self._committed_pages, self._lease.usable_tokens // self._inside.core.page_size)
         load = self._follow(self._lease.loads)
         if self._lease.loads:
@@ -220,8 +222,8 @@ class Lease:
 
         Evicts clean leaves, never waits.
         """
-        before = len(self._lease.pages)
-        refused = self._inside.driver.decide(lambda core: core.allocate(self._lease, n_tokens))
+        before, wanted = len(self._lease.pages), arguments.tokens("n_tokens", n_tokens)
+        refused = self._inside.driver.decide(lambda core: core.allocate(self._lease, wanted))
         return self._lease.pages[before:] if refused is None else refused
 
     def commit(self, n_tokens: int, *, after: Event | None = None) -> Committed:
@@ -229,7 +231,7 @@ class Lease:
 
         ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.
         """
-        inside, lease = self._inside, self._lease
+        inside, lease, n_tokens = self._inside, self._lease, arguments.tokens("n_tokens", n_tokens)
         if after is not None:
             check_event(after)
         committed: Committed = inside.driver.decide(lambda core: core.commit(lease, n_tokens, after))

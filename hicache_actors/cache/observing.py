@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from hicache_actors.cache import arguments
 from hicache_actors.cache.assembly import Parts
 from hicache_actors.cache.handles import Inside
 from hicache_actors.cache.snapshots import Snapshot, State
@@ -37,6 +38,8 @@ class ObservationVerbs:
 
     def observe(self: Observed, observer: Observer) -> Callable[[], None]:
         """Tell ``observer`` of every batch that has moved and every commit -> a function that ends it."""
+        if not callable(observer):
+            raise UsageError(f"observer = {observer!r}: something that can be called with a batch")
         return self.movers.observe(observer)
 
     def host_objects(self: Observed, slots: Slots) -> list[memoryview]:
@@ -57,6 +60,8 @@ class ObservationVerbs:
         Raises `UsageError` for a queue without room.
         """
         self._check_open()
+        if after is not None:
+            after = arguments.batch_number(after)
         if queue_batches < 1:
             raise UsageError(f"queue_batches = {queue_batches}: at least 1")
         return self._parts.events.subscribe(after, queue_batches)
@@ -66,6 +71,7 @@ class ObservationVerbs:
         people.  Changes nothing.  Core's owner thread, as for `match`; costs what the prompt's path costs.
         """
         self.driver.check_owner()
+        arguments.check_prompt(prompt)
         explanation = self.core.explain(prompt)
         storage = self._parts.storage_tier.usage()
         if storage is None or explanation.fetch_refused is not None:

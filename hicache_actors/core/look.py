@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -86,4 +87,4 @@ def _overlap(fetched: Fetched | None, start: int, stop: int) -> int:
 
 def block_ids(pages: Sequence[int]) -> tuple[int, ...]:
     """The engine's block ids as plain integers: what it gives may be a view of its table, which changes."""
-    return tuple(int(page) for page in pages)
+    return tuple(map(operator.index, pages))

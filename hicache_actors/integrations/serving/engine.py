@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from hicache_actors.cache.admission import check_rid
+from hicache_actors.cache.arguments import check_rid
 from hicache_actors.cache.api import HiCache
 from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.integrations.serving.generation import Generation, Stream
