@@ -109,7 +109,7 @@ class Blocks:
 
     def _fetching(self, look: Look, rid: str) -> bool:
         """Whether the fetch it waits for is still under way."""
-        outcome = self.fetches.outcomes.get(look.fetch_job)
+        outcome = self.fetches.outcome(look.fetch_job)
         if outcome is None:
             job = self.state.jobs.open.get(look.fetch_job)
             if job is not None and job.phase is Phase.RUN and self.state.config.prefetch_policy == "best_effort":

@@ -76,13 +76,13 @@ class FetchCalls:
         self._fetches.stop(job, rid)
 
     def prefetch_agreed(self, job: int) -> int | None:
-        """Tokens that a prefetch has brought, None while it runs.  The last few thousand can be asked for."""
-        outcome = self._fetches.outcomes.get(job)
+        """Tokens that a prefetch has brought, None while it runs; 0 if it is not one of the last few thousand."""
+        outcome = self._fetches.outcome(job)
         return None if outcome is None else outcome.pages * self.state.page
 
     def prefetch_reason(self, job: int) -> str | None:
         """Why a prefetch that has ended has not brought all; of the last few thousand, else None."""
-        outcome = self._fetches.outcomes.get(job)
+        outcome = self._fetches.outcome(job)
         return None if outcome is None else outcome.reason
 
 

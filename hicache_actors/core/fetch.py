@@ -44,6 +44,9 @@ class Fetched(msgspec.Struct, frozen=True):
     ended: int = 0
 
 
+_FORGOTTEN = Fetched(0, 0)
+
+
 class PrefetchJob(Job):
     """``rids`` are those who still want the rest; ``followers`` those who get the account, stopped or not.
 
@@ -86,7 +89,7 @@ class Fetches:
         self.state = state
         self.staged_pages = 0
         self.ended = 0
-        self.outcomes: dict[int, Fetched] = {}
+        self._outcomes: dict[int, Fetched] = {}
         self._jobs: dict[str, dict[int, None]] = {}  # rid -> jobs it wants
         self._fetched: dict[str, Fetched] = {}  # rid -> for the account of its next lease
 
@@ -225,7 +228,7 @@ class Fetches:
 
     @property
     def _budget_pages(self) -> int:
-        return self.state.config.host_pages // 2 - self.staged_pages
+        return self.state.pools[HOST].opened // 2 - self.staged_pages
 
     def room(self) -> tuple[bool, bool]:
         """-> (whether there is budget that no open prefetch is about to ask for, whether one is open that may give some back)."""
@@ -306,12 +309,17 @@ class Fetches:
         """File what the prefetch has brought, for those who wait for it and for the accounts of those who asked."""
         outcome = Fetched(job.start, pages, reason, self.ended)
         self.state.totals.fetch_ended(job.hit, job.granted, pages, reason)
-        self.outcomes[job.id] = outcome
-        if len(self.outcomes) > _KEPT:
-            del self.outcomes[next(iter(self.outcomes))]
+        self._outcomes[job.id] = outcome
+        if len(self._outcomes) > _KEPT:
+            del self._outcomes[next(iter(self._outcomes))]
         for rid in job.followers:
             self._keep(rid, outcome)
             self._unfollow(job.id, rid)
+
+    def outcome(self, job_id: int) -> Fetched | None:
+        """What a prefetch has brought: None while it runs; nothing, if it ended so long ago that it has been forgotten."""
+        outcome = self._outcomes.get(job_id)
+        return _FORGOTTEN if outcome is None and job_id not in self.state.jobs.open else outcome
 
     # -- accounts -----------------------------------------------------------------------------------------------------------
 

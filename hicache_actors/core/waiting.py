@@ -128,7 +128,7 @@ class Waiting:
         """Give their lease to those whose prefetch has settled, or who have none."""
         for waiter, acquire in list(self.acquires.items()):
             if acquire.job:
-                outcome = self.fetches.outcomes.get(acquire.job)
+                outcome = self.fetches.outcome(acquire.job)
                 if outcome is None:
                     continue
                 if self._asks_on(acquire, outcome):

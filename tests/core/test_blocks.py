@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hicache_actors.core import Core
+from hicache_actors.core import Core, fetch
 from hicache_actors.core.news import LoadEnd, SaveEnd
 from hicache_actors.core.words import (
     Effect,
@@ -411,3 +411,14 @@ def test_owned_slots_name_their_loads() -> None:
     assert core.news.loads == ()
     core.release(lease)
     whole(core)
+
+
+def test_a_request_that_asks_again_after_thousands_of_fetches_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_KEPT", 2)
+    core = engine(fetch_from_tokens=0)
+    assert core.lookup(A, "patient") is None
+    for at in range(1, 4):
+        assert core.lookup(Toks(range(100 * at, 100 * at + 9)), f"r{at}") is None
+    settle(core)
+    assert core.lookup(A, "patient") == 40
+    finish(core)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hicache_actors.core import Core
+from hicache_actors.core import Core, fetch
 from hicache_actors.core.words import (
     Forget,
     Grant,
@@ -304,4 +304,17 @@ def test_account_counts_what_the_request_waited_for() -> None:
     settle(core)
     core.release(lease)
     core.release(other)
+    whole(core)
+
+
+def test_a_fetch_that_has_been_forgotten_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_KEPT", 2)
+    core = make()
+    jobs = [core.prefetch(Toks(range(100 * at, 100 * at + 9)), f"r{at}") for at in range(3)]
+    first = jobs[0]
+    assert first is not None
+    assert core.prefetch_agreed(first) is None
+    settle(core)
+    assert [core.prefetch_agreed(job) for job in jobs if job is not None] == [0, 2 * PAGE, 2 * PAGE]
+    assert core.prefetch_reason(first) is None
     whole(core)
