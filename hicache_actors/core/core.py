@@ -133,6 +133,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         self._waiting.end_section()
         if self.state.tree.has_garbage:
             self.state.tree.cut_garbage()
+        if self.state.tree.has_idle_roots:
+            self.state.tree.drop_roots(pin.tail for pin in self.state.pins.all.values())
         if self.state.residents.moving:
             self.state.residents.move()
 

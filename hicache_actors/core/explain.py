@@ -9,7 +9,7 @@ import msgspec
 
 from hicache_actors.core.evictions import Eviction
 from hicache_actors.core.fetch import PrefetchJob
-from hicache_actors.core.node import SAVING, STORED, WAITING, Node
+from hicache_actors.core.node import NOWHERE, SAVING, STORED, WAITING, Node
 from hicache_actors.core.state import State
 from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, TIER_NAMES, Phase, Tokens
 from hicache_actors.keys.scope import Scope
@@ -109,7 +109,7 @@ class _Walk:
 
     def present(self, stop: int) -> tuple[Node, int, bool]:
         """What is on some tier -> (last node, page where the prompt leaves the tree, whether that is inside a node)."""
-        tree, node, page = self.tree, self.tree.root(self.tokens.scope), 0
+        tree, node, page = self.tree, self.tree.roots.get(self.tokens.scope, NOWHERE), 0
         unproven = False
         while page < stop:
             child = tree.child(node, self.key, page)

@@ -9,7 +9,7 @@ with everything below it (`pins.Pins.lose` sees to both).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from hicache_actors.core.node import NOWHERE, PLACES, STORED, TAG_BYTES, UNSTORED, Node, Residency, cut
 from hicache_actors.core.residents import Residents
@@ -18,6 +18,7 @@ from hicache_actors.keys.scope import Scope
 
 _MAX_HINTS = 1024
 _SLICE_NODES = 2048
+_MIN_ROOTS = 1024
 
 
 class Tree:
@@ -38,6 +39,7 @@ class Tree:
         self.hints: dict[bytes, int] = {}  # child key -> depth in pages that the storage was last seen to reach
         self.pages = self.stored_pages = 0
         self._tags = 0
+        self._most_roots = 2 * _MIN_ROOTS
 
     # -- walking: changes nothing -------------------------------------------------------------------------------------------
 
@@ -295,6 +297,23 @@ class Tree:
         self.residents.front.resized(tail.at[HOST])
         for node in chain[:-1]:
             cut(node)
+
+    # -- scopes -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_idle_roots(self) -> bool:
+        """There are so many roots that it is worth a look at them."""
+        return len(self.roots) > self._most_roots
+
+    def drop_roots(self, held: Iterable[Node]) -> None:
+        """Forget scopes of which no page is here; ``held``: nodes that somebody may go on from.  O(roots), each time when they have
+        doubled: a salt may be that of a session, and there is no end to them.
+        """
+        kept = {id(node) for node in held}
+        for scope, root in [*self.roots.items()]:
+            if not root.kids and id(root) not in kept:
+                del self.roots[scope], self._scopes[root.tag]
+        self._most_roots = 2 * max(_MIN_ROOTS, len(self.roots))
 
     # -- forgetting everything ----------------------------------------------------------------------------------------------
 

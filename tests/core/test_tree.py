@@ -226,6 +226,31 @@ def test_children_are_counted_not_looked_at() -> None:
     whole(core)
 
 
+def test_scopes_without_pages_are_forgotten() -> None:
+    """Salts are often those of users or sessions: there is no end to them."""
+    core = make(20, 20)
+    early = Toks(range(9), Scope(salt="early"))
+    kept = Toks(range(9), Scope(salt="kept"))
+    cached(core, kept)
+    lease = core.lease(early, "early")  # of a scope without a page so far
+    for n in range(5000):
+        tokens = Toks(range(9), Scope(salt=str(n)))
+        core.release(core.lease(tokens, "r"))
+        core.stored(tokens)
+        core.explain(Toks(range(9), Scope(salt=f"asked {n}")))
+        core.take_effects()
+    assert len(core.state.tree.roots) < 2500
+    assert core.allocate(lease, 9) is None
+    core.commit(lease, 9)
+    core.release(lease)
+    settle(core)
+    assert core.match(early).device == core.match(kept).device == 8
+    core.explain(Toks(range(9), Scope(salt="never")))
+    assert Scope(salt="never") not in core.state.tree.roots, "looking changes nothing"
+    core.check()
+    whole(core)
+
+
 def test_residencies_are_kept_per_place() -> None:
     core = make()
     cached(core, A)
