@@ -138,7 +138,7 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
     def _give_back(self) -> bool:
         let_go = [stream.let_go() for stream in list(self._streams.values())]
         if all(let_go):
-            self.registrations.clear()
+            self.registrations.close()
             self._gone = self.raw.close()
         return self._gone
 

@@ -57,7 +57,7 @@ class TorchCudaDevice(WorkerDevice["TorchCudaStream"]):
         for stream in list(self._streams.values()):
             stream.stop_watching()
         if in_time:  # else copies may still run
-            self.registrations.clear()
+            self.registrations.close()
         return in_time
 
     def _register(self, address: int, nbytes: int) -> None:

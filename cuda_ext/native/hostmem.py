@@ -22,7 +22,7 @@ class HostMemoryCalls:
         self._bind = loaded.function("hic_bind_memory", ctypes.c_int32, pointer, count, ctypes.c_uint32)
         self.start = loaded.function("hic_touch_start", pointer, pointer, count, ctypes.c_uint32)
         self.done = loaded.quick("hic_touch_done", count, pointer)
-        self.wait = loaded.function("hic_touch_wait", ctypes.c_int32, pointer, ctypes.c_uint32)
+        self.reach = loaded.function("hic_touch_reach", ctypes.c_int32, pointer, count, ctypes.c_uint32)
         self.stop = loaded.function("hic_touch_stop", None, pointer)
 
     def bind(self, address: int, nbytes: int, node: int) -> None:
@@ -39,7 +39,7 @@ class Touching:
 
     def __init__(self, calls: HostMemoryCalls, address: int, nbytes: int, threads: int) -> None:
         """OSError if no thread can be had."""
-        self._calls = calls
+        self._calls, self._nbytes = calls, nbytes
         self._lock, self._waiting = threading.Lock(), threading.Lock()
         self._done_bytes = 0
         self._handle: int | None = calls.start(address, nbytes, threads)
@@ -53,16 +53,19 @@ class Touching:
                 self._done_bytes = self._calls.done(self._handle)
             return self._done_bytes
 
-    def wait(self) -> None:
-        """Until all is touched, or it was stopped.  OSError if the kernel has refused memory."""
+    def reach(self, nbytes: int) -> bool:
+        """Wait until the first ``nbytes`` are touched -> False if it was stopped before all were.  OSError if the kernel has
+        refused memory.
+        """
         code = _TIMEOUT
         while code == _TIMEOUT:
             with self._waiting:
                 if self._handle is None:
-                    return
-                code = self._calls.wait(self._handle, _SLICE_MS)
+                    return self._done_bytes == self._nbytes
+                code = self._calls.reach(self._handle, nbytes, _SLICE_MS)
         if code < 0:
             raise OSError(self._calls.last_error())
+        return True
 
     def stop(self) -> None:
         """Idempotent; takes milliseconds."""

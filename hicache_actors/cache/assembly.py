@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -20,7 +21,7 @@ from hicache_actors.core import Core, CoreConfig
 from hicache_actors.core.config import SlotOwner
 from hicache_actors.core.words import DEVICE, HOST, Effect, Wake
 from hicache_actors.cuda_ext.device import Device, Listener
-from hicache_actors.errors import ConfigError, HiCacheError, PeerError, TransferError
+from hicache_actors.errors import HiCacheError, PeerError, TransferError
 from hicache_actors.events import EventStream
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
@@ -33,7 +34,7 @@ from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.link import RankLink
 from hicache_actors.runtime import Job, LoopLag, System, Workers, bind_log
 from hicache_actors.tiers.device import DeviceTier
-from hicache_actors.tiers.host import HostTier
+from hicache_actors.tiers.host import HostTier, chunk_pages
 from hicache_actors.tiers.storage import Source, StorageTier
 
 DriverKind = Literal["auto", "step"]
@@ -63,6 +64,7 @@ class Parts:
         self.report, self.disabled = report, disabled
         self.log = bind_log(part="cache")
         core_config = _core_config(config, kv, memory, slots, storage=source is not None, enabled=disabled is None)
+        core_config = msgspec.structs.replace(core_config, host_chunk_pages=chunk_pages(memory, device))
         if link is not None:
             core_config = msgspec.structs.replace(core_config, **link.sizes)
         self.core = Core(core_config)
@@ -111,18 +113,21 @@ class Parts:
         if not getattr(asyncio.get_running_loop(), "threadless", False):  # virtual time has no lag
             self._watchers.append(self.system.spawn("loop_lag", self.loop_lag.run))
         if self.device.kind == "cuda":
-            await self.workers.run(self._register_memory)
+            await self.workers.run(self.host_tier.make_ready, self.device, range(self._first_pages()))
         self._listener = self.device.listen()
         if self.disabled is not None:
             self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
         self.storage_tier.greet()
+        if isinstance(self.driver, AutoDriver):
+            self.driver.catch_up()  # the rest of the host memory begins to open; with steps, in the first one
         if (scrubber := self.storage_tier.scrubber()) is not None:
             self._watchers.append(self.system.spawn("scrub", scrubber.run))
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
         limit_s = self.config.close_timeout_s
+        self.memory.stop_touching()
         self.events.close()
         for watcher in self._watchers:
             watcher.cancel()
@@ -162,18 +167,10 @@ class Parts:
         if self.link is not None:
             await self.link.agree_on_opening(failure, OPEN_DEADLINE_S)
 
-    def _register_memory(self) -> None:
-        """A GPU cannot reach what it has not been told of.  In a worker thread: it takes seconds for tens of GiB."""
-        try:
-            self.memory.wait_touched()
-            self.device.register(*self.memory.extent(), step_bytes=self.memory.layout.slot_bytes)
-        except (OSError, TransferError) as error:
-            raise ConfigError(
-                "host.pages",
-                self.memory.slots,
-                f"{self.memory.describe()} could not be registered with {self.device.name}: {error}",
-                fix="lower host.pages or host.size_gb, or raise the limit on locked memory (ulimit -l)",
-            ) from error
+    def _first_pages(self) -> int:
+        """Host slots that are to be ready when the cache opens: the first chunk, or all if there are no others."""
+        config = self.core.config
+        return config.first_host_pages if config.first_host_pages < config.host_pages else self.memory.slots
 
     async def _close_device(self, limit_s: float) -> bool:
         if self.device.kind == "sim":
@@ -191,8 +188,14 @@ class Parts:
         def clock_ms() -> int:
             return int((loop.time() - opened_s) * 1000)
 
+        owner = threading.get_ident()
+
         def schedule(callback: Callable[[], None]) -> None:
-            if not loop.is_closed():  # a copy or a read may end after everybody has gone
+            if loop.is_closed():
+                return  # a copy or a read may end after everybody has gone
+            if threading.get_ident() == owner:
+                loop.call_soon(callback)  # it need not be woken: no system calls
+            else:
                 loop.call_soon_threadsafe(callback)
 
         if kind == "step":

@@ -31,6 +31,7 @@ from hicache_actors.memory.staging import take_staging
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.link import join
 from hicache_actors.ranks.transport import Transport
+from hicache_actors.tiers.host import chunk_pages
 from hicache_actors.tiers.storage import Source
 from hicache_actors.transfer.engines import Engines, tell_device
 
@@ -56,7 +57,11 @@ class Plan(NamedTuple):
         if group is not None and group.size > 1:
             enabled = self.disabled is None
             facts = facts_of(self.config, self.kv.shape, self.slots, storage=self.source is not None, enabled=enabled)
-            sizes = {"device_pages": self.kv.pages, "host_pages": self.memory.slots if enabled else 0}
+            sizes = {
+                "device_pages": self.kv.pages,
+                "host_pages": self.memory.slots if enabled else 0,
+                "host_chunk_pages": chunk_pages(self.memory, self.device),
+            }
             try:
                 link = await join(group, sizes, facts, transport)
             except BaseException:

@@ -3,8 +3,8 @@
 Checked: links, table and sibling order; spans are whole pages; counts of slots equal spans; device residency closed under prefixes;
 no node on neither tier; locks equal the pins that cover a node (so they fall towards the leaves on the device); counters of pages
 (resident, evictable, dirty, stuck, stored) and of children equal their recomputation; every candidate of eviction is listed;
-filling is pinned, by the job that fills; each slot has one owner, and free + owned + limbo = total; staging is what prefetches
-hold.
+filling is pinned, by the job that fills; each open slot has one owner, and free + owned + limbo + closed = total; staging is what
+prefetches hold.
 
 Not kept by design, so not checked: host residency closed under prefixes (a failed or refused write-back leaves a gap above pages
 that were written); sets of leaves per tier (an order may list more than the candidates); host pins up to the root.
@@ -45,7 +45,7 @@ def check(state: State, saving: Saving, fetches: Fetches) -> None:
     _check_dirty(state, nodes)
     staged = sum(len(job.slots) for job in state.jobs.open.values() if isinstance(job, PrefetchJob))
     assert fetches.staged_pages == staged // SLOT_BYTES, "staging is what prefetches hold"
-    assert fetches.staged_pages <= max(0, state.config.host_pages // 2), "staging beyond its budget"
+    assert fetches.staged_pages <= max(0, state.pools[HOST].opened // 2), "staging beyond its budget"
     _check_jobs(state, nodes, saving)
 
 
@@ -159,9 +159,10 @@ def _check_slots(state: State, nodes: list[Node], place: int) -> None:
             held += unpack_slots(lease.private_slots())
         for room in state.reservations.values():
             held += unpack_slots(room.slots)
-    assert sorted(held) == list(range(pool.total)), "each slot has one owner"
+    assert sorted(held) == list(range(pool.opened)), "each slot has one owner"
     figures = tier_usage(state, place)
-    assert figures.free_pages + figures.owned_pages + figures.limbo_pages == figures.total_pages, "conservation"
+    in_use = figures.free_pages + figures.owned_pages + figures.limbo_pages
+    assert in_use + figures.closed_pages == figures.total_pages, "conservation"
 
 
 def _check_jobs(state: State, nodes: list[Node], saving: Saving) -> None:
@@ -208,7 +209,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         [[residency.node.tag for residency in queue.listed()] for queue in state.residents.queues],
         [residency.node.tag for residency in state.residents.front.listed()],
         (state.policies.write, state.policies.eviction.name, state.residents.moving),
-        [pool.free_slots() for pool in state.pools],
+        [(pool.opened, pool.free_slots()) for pool in state.pools],
         [pin_facts(pin) for pin in state.pins.all.values()],
         [(job.id, job.kind, job.phase, job.slots, [pin.uid for pin in job.pins]) for job in state.jobs.open.values()],
         [

@@ -20,10 +20,12 @@ WRITE_POLICIES: Final[tuple[WritePolicy, ...]] = get_args(WritePolicy)
 class CoreConfig(msgspec.Struct, frozen=True):
     """Validated at construction: a value that cannot be honoured raises `ConfigError`.
 
-    ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.  ``selective_threshold``: under
-    write_through_selective, how many requests must have used a page before it is saved.  Under write_back no more than the share
-    ``write_back_dirty_cap`` of the device pool is left on the device alone, and if more than the share ``write_back_water_mark`` is
-    neither free nor evictable, saving runs ahead of demand.  ``slru_protected_hits``: uses that protect a page under slru.
+    ``host_chunk_pages``: so many host pages are there at the start, and so many more each time that all ranks have made them ready;
+    0: all at the start.  ``write_policy="none"`` keeps the device pages where they are: for measurements and tests.
+    ``selective_threshold``: under write_through_selective, how many requests must have used a page before it is saved.  Under
+    write_back no more than the share ``write_back_dirty_cap`` of the device pool is left on the device alone, and if more than the
+    share ``write_back_water_mark`` is neither free nor evictable, saving runs ahead of demand.  ``slru_protected_hits``: uses that
+    protect a page under slru.
 
     ``storage=False``: no prefetch, no backup.  ``store_on``: pages are stored when they have come to the host, or before they leave
     it: what of the host pool is above the share ``store_water_mark`` is kept free, or stored and next to go.  ``enabled=False``:
@@ -35,6 +37,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     page_size: int
     device_pages: int
     host_pages: int
+    host_chunk_pages: int = 0
     write_policy: WritePolicy = "write_through"
     selective_threshold: int = 2
     write_back_water_mark: float = 0.75
@@ -57,6 +60,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
             ("page_size", 1),
             ("device_pages", 1),
             ("host_pages", 0),
+            ("host_chunk_pages", 0),
             ("selective_threshold", 1),
             ("slru_protected_hits", 1),
             ("prefetch_threshold_tokens", 0),
@@ -87,6 +91,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
             )
         if any(delay <= 0 for delay in self.retry_delays_s):
             raise ConfigError("retry_delays_s", self.retry_delays_s, "a delay must be positive")
+
+    @property
+    def first_host_pages(self) -> int:
+        """Host pages that are there at the start."""
+        return min(self.host_pages, self.host_chunk_pages) if self.host_chunk_pages else self.host_pages
 
     @property
     def no_storage_reason(self) -> str:

@@ -6,8 +6,9 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 
 Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
 and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
-and backup in `saving`, `cleaning` and `ahead`, which store is used in `attaching`, what a new one lacks in `backlog`, blocks of
-the engine's own in `blocks`, waiters in `waiting`.  What comes and goes is written down in `changes`, for those who listen.
+and backup in `saving`, `cleaning` and `ahead`, how host memory grows at the start in `opening`, which store is used in `attaching`,
+what a new one lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in `waiting`.  What comes and goes is written
+down in `changes`, for those who listen.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hicache_actors.core.leases import Leases
 from hicache_actors.core.loads import Loads
 from hicache_actors.core.news import NOTHING_NEW
 from hicache_actors.core.node import PLACES
+from hicache_actors.core.opening import Opening
 from hicache_actors.core.records import Changed
 from hicache_actors.core.room import Rooms
 from hicache_actors.core.saving import Saving
@@ -60,6 +62,7 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         self._saving = Saving(self.state)
         self._backlog = Backlog(self.state, self._saving)
         self._attaching = Attaching(self.state, self._backlog)
+        self._opening = Opening(self.state)
         self._fetches = Fetches(self.state)
         self._rooms = Rooms(self.state)
         self._loads = Loads(self.state, self._rooms)
@@ -107,6 +110,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
             if job is not None and job.phase is Phase.LIMBO:
                 state.note(Note.RELEASED, job_id)
                 state.close(job)
+        if self._opening.idle:
+            self._opening.go_on()
         if not state.degraded:
             if self._saving.retries:
                 self._saving.retry_due()
@@ -163,9 +168,9 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
     @property
     def next_due_ms(self) -> int | None:
         """When the agreed clock has work: a retry, a wait for room that ends, or (now) the rest of a backlog, a reset, a change of
-        policy; or None.
+        policy, a pool that is to grow; or None.
         """
-        if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready:
+        if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready or self._opening.idle:
             return self.state.now_ms
         due = self._saving.next_due_ms, self._waiting.next_due_ms, self._rooms.next_due_ms
         return min((ms for ms in due if ms is not None), default=None)

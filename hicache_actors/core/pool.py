@@ -16,19 +16,31 @@ class SlotError(HiCacheError):
 
 
 class Pool:
-    """Slots [0, total).  `take` and `give` speak packed slots (native uint32 bytes)."""
+    """Slots [0, total), of which [opened, total) are closed: nobody gets them yet.  `take` and `give` speak packed slots (native
+    uint32 bytes)."""
 
-    def __init__(self, name: str, total: int) -> None:
+    def __init__(self, name: str, total: int, opened: int | None = None) -> None:
+        """``opened``: default, all."""
         self.name = name
         self.total = total
+        self.opened = total if opened is None else opened
         self.on_free: Callable[[Slots], None] | None = None  #: told of slots that have just become free; for debugging
-        self._stack = array("I", range(total - 1, -1, -1))
+        self._stack = array("I", range(self.opened - 1, -1, -1))
         self._used = np.zeros(total, np.bool_)
         self._mark = np.zeros(total, np.int64)  # scratch: finds a slot that occurs twice in one `give`
 
     @property
     def free(self) -> int:
         return len(self._stack)
+
+    @property
+    def closed(self) -> int:
+        return self.total - self.opened
+
+    def open_more(self, pages: int) -> None:
+        """The next ``pages`` closed slots are free, and come after those that are."""
+        self._stack = array("I", range(self.opened + pages - 1, self.opened - 1, -1)) + self._stack
+        self.opened += pages
 
     def take(self, pages: int) -> Slots:
         """Hand out ``pages`` slots.  The caller has made room: more than `free` is an error."""
@@ -69,7 +81,7 @@ class Pool:
         before = self._used.copy() if self.on_free is not None else None
         self._used[:] = False
         self._used[np.frombuffer(b"".join(held), np.uint32)] = True
-        self._stack = array("I", np.flatnonzero(~self._used)[::-1].astype(np.uint32).tobytes())
+        self._stack = array("I", np.flatnonzero(~self._used[: self.opened])[::-1].astype(np.uint32).tobytes())
         if self.on_free is not None and before is not None:
             self.on_free(np.flatnonzero(before & ~self._used).astype(np.uint32).tobytes())
 

@@ -58,6 +58,7 @@ class Note(enum.IntEnum):
     POLICY = 20
     WEIGHTS = 22
     ATTACH = 21
+    OPEN = 23
     LOOKUP = 30
     SAVE = 31
     FINISH = 32
@@ -81,8 +82,9 @@ class State:
         self.config = config
         self.page = config.page_size
         self.engine_owned = config.slots == "engine"  # then no page is resident on the device
-        totals = (0 if self.engine_owned else config.device_pages, config.host_pages)
-        self.pools = tuple(Pool(TIER_NAMES[place % TIERS], totals[place % TIERS]) for place in PLACES)
+        device_pages = 0 if self.engine_owned else config.device_pages
+        sizes = ((device_pages, device_pages), (config.host_pages, config.first_host_pages))
+        self.pools = tuple(Pool(TIER_NAMES[place % TIERS], *sizes[place % TIERS]) for place in PLACES)
         self.policies = policies = Policies(config)
         self.residents = Residents(policies.eviction, protect_dirty=policies.protects_dirty)
         self.tree = Tree(config.page_size, self.residents, policies.traits)

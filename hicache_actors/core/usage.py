@@ -13,16 +13,18 @@ from hicache_actors.core.words import DEVICE, HOST, SLOT_BYTES, Account
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """Pages of one tier: ``free + owned + limbo = total``.
+    """Pages of one tier: ``free + owned + limbo + closed = total``.
 
     ``owned``: by nodes, leases, reservations and running prefetches; ``limbo``: slots that a copy or read may still touch (jobs
-    after their RESULT, strays).  ``evictable`` is a part of ``owned``, exact on the device.
+    after their RESULT, strays); ``closed``: host memory that is still being made ready, or could not be.  ``evictable`` is a part
+    of ``owned``, exact on the device.
     """
 
     total_pages: int
     free_pages: int
     owned_pages: int
     limbo_pages: int
+    closed_pages: int
     evictable_pages: int
 
 
@@ -66,6 +68,7 @@ def tier_usage(state: State, place: int) -> TierUsage:
         free_pages=state.pools[place].free,
         owned_pages=owned,
         limbo_pages=state.jobs.own_pages(place, limbo=True) + strays,
+        closed_pages=state.pools[place].closed,
         evictable_pages=state.residents.evictable(place),
     )
 

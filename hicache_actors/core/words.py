@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
     LIMBO = 2  #: RESULT is agreed; copies or reads may still touch its slots
 
 
-JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain", "attach"]
+JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain", "attach", "open"]
 Failure: TypeAlias = Literal["load_failed", "twin_failed", "reset", "degraded"]
 
 
@@ -287,6 +287,14 @@ class StartAttach(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
+class StartOpen(msgspec.Struct, frozen=True):
+    """Make the memory of host slots [first_page, first_page + pages) ready; RESULT is ``pages``, or 0 if it cannot be."""
+
+    job: int
+    first_page: int
+    pages: int
+
+
 class UseStorage(msgspec.Struct, frozen=True):
     """Storage jobs started from here on are about the store that was opened for attach ``number``; or there are none, if not
     ``attached``.
@@ -317,6 +325,7 @@ Effect: TypeAlias = (
     | Forget
     | Wake
     | StartAttach
+    | StartOpen
     | UseStorage
     | UseWeights
     | Changed

@@ -74,11 +74,17 @@ class HostMemory:
     def nbytes(self) -> int:
         return self.slots * self.layout.slot_bytes
 
-    def extent(self) -> tuple[int, int]:
-        """(address, bytes) of the mapping, for devices that must be told of it.  Raises `StoppedError` after `close`."""
+    def extent(self, pages: range | None = None) -> tuple[int, int]:
+        """(address, bytes) of the mapping, for devices that must be told of it.  Raises `StoppedError` after `close`.
+
+        ``pages``: of these slots alone, where pages are runs of bytes.
+        """
         if self._mapping is None:
             raise StoppedError("the host memory is closed")
-        return np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data, self.nbytes
+        address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        if pages is None:
+            return address, self.nbytes
+        return address + pages.start * self._slot_bytes, len(pages) * self._slot_bytes
 
     @property
     def objects_memory(self) -> memoryview | None:
@@ -104,10 +110,20 @@ class HostMemory:
         weakref.finalize(self, self._touching.stop)  # an owner that goes without a word leaves no thread behind
         return True
 
-    def wait_touched(self) -> None:
-        """Until `touch_ahead` has ended, in a worker thread.  OSError if the kernel has refused memory."""
+    def wait_touched(self, pages: range | None = None) -> None:
+        """Until `touch_ahead` has come to the end of ``pages`` (default: all), in a worker thread.
+
+        OSError if the kernel has refused memory, `StoppedError` if the memory was closed meanwhile.
+        """
+        touching = self._touching
+        end_bytes = (self.slots if pages is None else pages.stop) * self.layout.slot_bytes
+        if touching is not None and not touching.reach(end_bytes):
+            raise StoppedError("the host memory was closed before it had been touched")
+
+    def stop_touching(self) -> None:
+        """Touch no more: whoever waits for it is told.  Takes milliseconds."""
         if self._touching is not None:
-            self._touching.wait()
+            self._touching.stop()
 
     @property
     def touched_bytes(self) -> int | None:
@@ -179,8 +195,7 @@ class HostMemory:
         ``keep_mapped``: a device or a store may still touch it by address; it then stays mapped to the end of the process, and
         `mapped` counts it.  Without it, views that somebody still holds keep it mapped until they are gone.
         """
-        if self._touching is not None:
-            self._touching.stop()
+        self.stop_touching()
         mapping, self._mapping = self._mapping, None
         self._bytes, self._magic, self._layers, self._raw = None, (), (), ()
         if mapping is None:

@@ -40,6 +40,7 @@ def _pages(at: Snapshot) -> Iterator[Sample]:
         yield (name, "free"), tier.free_pages
         yield (name, "owned"), tier.owned_pages
         yield (name, "limbo"), tier.limbo_pages
+        yield (name, "closed"), tier.closed_pages
 
 
 def _open_jobs(at: Snapshot) -> Iterator[Sample]:

@@ -21,6 +21,7 @@ from hicache_actors.core.words import (
     StartBackup,
     StartDrain,
     StartLoad,
+    StartOpen,
     StartPrefetch,
     StartWriteBack,
     StopJob,
@@ -34,6 +35,7 @@ from hicache_actors.pipelines.backup import backup
 from hicache_actors.pipelines.job import OpenJob, run_job
 from hicache_actors.pipelines.load import load
 from hicache_actors.pipelines.movers import Movers
+from hicache_actors.pipelines.opening import open_memory
 from hicache_actors.pipelines.prefetch import prefetch
 from hicache_actors.pipelines.write_back import write_back
 from hicache_actors.ranks import Board
@@ -42,7 +44,7 @@ from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.completions import fired
 
 T = TypeVar("T")
-S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartAttach)
+S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartAttach, StartOpen)
 
 
 class Pipelines:
@@ -162,6 +164,8 @@ class Pipelines:
                     self._wake(effect)
                 case StartAttach():
                     self._spawn("attach", attach, effect)
+                case StartOpen():
+                    self._spawn("open", open_memory, effect)
                 case Changed():
                     self.on_changed(effect)
                 case UseStorage():

@@ -17,6 +17,7 @@ from hicache_actors.core.words import (
     StartBackup,
     StartDrain,
     StartLoad,
+    StartOpen,
     StartPrefetch,
     StartWriteBack,
 )
@@ -31,7 +32,7 @@ T = TypeVar("T")
 Intent: TypeAlias = Callable[[Any], object]
 """Called with Core inside a section; it must not raise."""
 
-_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain, StartAttach)
+_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain, StartAttach, StartOpen)
 
 
 class Replica(Protocol):

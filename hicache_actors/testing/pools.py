@@ -9,10 +9,11 @@ from hicache_actors.core import Core
 
 
 def check_conservation(core: Core) -> None:
-    """At any time: each slot is free, owned or in limbo, and nothing else."""
+    """At any time: each slot is free, owned, in limbo or closed, and nothing else."""
     usage = core.usage()
     for tier in (usage.device, usage.host):
-        assert tier.free_pages + tier.owned_pages + tier.limbo_pages == tier.total_pages, tier
+        in_use = tier.free_pages + tier.owned_pages + tier.limbo_pages
+        assert in_use + tier.closed_pages == tier.total_pages, tier
 
 
 def check_whole(core: Core) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Iterator
@@ -48,14 +49,36 @@ def test_all_is_touched(calls: HostMemoryCalls, mapping: mmap.mmap) -> None:
     address = address_of(mapping)
     before = resident_bytes(address)
     touching = Touching(calls, address, NBYTES, 3)
-    touching.wait()
+    assert touching.reach(NBYTES // 2)
+    assert touching.done_bytes >= NBYTES // 2
+    assert touching.reach(NBYTES)
     assert touching.done_bytes == NBYTES
     assert resident_bytes(address) - before >= NBYTES * 9 // 10
     assert not any(np.frombuffer(mapping, np.uint8)[:: 4096 // 2])
     touching.stop()
     touching.stop()
-    touching.wait()
+    assert touching.reach(NBYTES)
     assert touching.done_bytes == NBYTES
+
+
+def test_what_lies_before_a_border_is_touched_when_it_says_so(calls: HostMemoryCalls, mapping: mmap.mmap) -> None:
+    address = address_of(mapping)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    touching = Touching(calls, address, NBYTES, 3)
+    page = mmap.PAGESIZE
+    for part in range(1, 9):
+        end = NBYTES * part // 8
+        assert touching.reach(end)
+        assert all(bits & 1 for bits in resident_pages(address, end // page)), f"part {part}"
+    touching.stop()
+
+
+def resident_pages(address: int, pages: int) -> bytes:
+    """mincore(2): the lowest bit of each byte says whether a page has memory."""
+    found = ctypes.create_string_buffer(pages)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(pages * mmap.PAGESIZE), found) == 0
+    return found.raw
 
 
 def test_what_is_written_meanwhile_stays(calls: HostMemoryCalls, mapping: mmap.mmap) -> None:
@@ -63,7 +86,7 @@ def test_what_is_written_meanwhile_stays(calls: HostMemoryCalls, mapping: mmap.m
     touching = Touching(calls, address_of(mapping), NBYTES, 2)
     pattern = np.arange(NBYTES, dtype=np.uint32).view(np.uint8)[:NBYTES]
     data[:] = pattern
-    touching.wait()
+    assert touching.reach(NBYTES)
     touching.stop()
     assert np.array_equal(data, pattern)
     del data
@@ -71,7 +94,7 @@ def test_what_is_written_meanwhile_stays(calls: HostMemoryCalls, mapping: mmap.m
 
 def test_it_stops_while_somebody_waits(calls: HostMemoryCalls, mapping: mmap.mmap) -> None:
     touching = Touching(calls, address_of(mapping), NBYTES, 1)
-    waiter = threading.Thread(target=touching.wait)
+    waiter = threading.Thread(target=touching.reach, args=(NBYTES,))
     waiter.start()
     touching.stop()
     waiter.join(30.0)
@@ -85,8 +108,9 @@ def test_memory_that_is_not_there_is_an_error(calls: HostMemoryCalls) -> None:
     mapping.close()
     touching = Touching(calls, address, NBYTES, 1)
     with pytest.raises(OSError, match="first touch"):
-        touching.wait()
+        touching.reach(1)
     touching.stop()
+    assert not touching.reach(1)
 
 
 def test_memory_is_bound_to_a_node(calls: HostMemoryCalls, mapping: mmap.mmap) -> None:

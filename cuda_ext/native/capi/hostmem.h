@@ -15,9 +15,9 @@ struct hic_touching;
 HIC_API struct hic_touching *hic_touch_start(void *address, uint64_t bytes, uint32_t threads);
 /* Bytes touched so far.  Any thread. */
 HIC_API uint64_t hic_touch_done(const struct hic_touching *touching);
-/* Wait until all has been touched, or the threads have given up: 0, or HIC_SYSTEM with errno's text if the kernel refused.
- * HIC_TIMEOUT after timeout_ms. */
-HIC_API int32_t hic_touch_wait(struct hic_touching *touching, uint32_t timeout_ms);
+/* Wait until the first `bytes` bytes have been touched, or the threads have ended: 0, or HIC_SYSTEM with errno's text if the
+ * kernel refused before that.  HIC_TIMEOUT after timeout_ms.  Any thread. */
+HIC_API int32_t hic_touch_reach(struct hic_touching *touching, uint64_t bytes, uint32_t timeout_ms);
 /* Stop touching and free it.  Returns when no thread touches any more: after a few MiB each. */
 HIC_API void hic_touch_stop(struct hic_touching *touching);
 

@@ -34,31 +34,55 @@ void touch_pages(uint8_t* start, uint64_t bytes) {
 }  // namespace
 
 struct hic_touching {
+  static constexpr uint64_t kNothing = UINT64_MAX;
+
   uint8_t* const start;
   const uint64_t bytes;
-  std::atomic<uint64_t> next{0}, done{0};
-  std::atomic<bool> stop{false};
-  std::atomic<int> error{0};
+  std::atomic<uint64_t> done{0};
   std::mutex mutex;
-  std::condition_variable ended;
+  std::condition_variable moved;
+  // All below under the mutex.
+  bool stop = false;
+  int error = 0;
+  uint64_t next = 0;
   unsigned running = 0;
+  std::vector<uint64_t> at;  // where each thread's piece begins
   std::vector<std::thread> threads;
 
   hic_touching(void* address, uint64_t n) : start(static_cast<uint8_t*>(address)), bytes(n) {}
 
-  void work() {
-    for (uint64_t at; !stop && (at = next.fetch_add(kPiece)) < bytes;) {
-      const uint64_t now = std::min(kPiece, bytes - at);
-      if (!populate(start + at, now)) {
-        error = errno;
-        stop = true;
-        break;
+  void work(size_t self) {
+    for (;;) {
+      uint64_t here = 0;
+      {
+        const std::lock_guard<std::mutex> hold(mutex);
+        at[self] = kNothing;
+        if (stop || next >= bytes) {
+          --running;
+          moved.notify_all();
+          return;
+        }
+        here = at[self] = next;
+        next += std::min(kPiece, bytes - next);
+        moved.notify_all();
       }
-      done += now;
+      const uint64_t now = std::min(kPiece, bytes - here);
+      if (populate(start + here, now)) {
+        done += now;
+        continue;
+      }
+      const int refused = errno;
+      const std::lock_guard<std::mutex> hold(mutex);
+      error = refused;
+      stop = true;
+      --running;  // and its piece stays where it is: nothing behind it counts as reached
+      moved.notify_all();
+      return;
     }
-    const std::lock_guard<std::mutex> hold(mutex);
-    if (--running == 0) ended.notify_all();
   }
+
+  // Under the mutex: all before it has been touched.
+  uint64_t reached() const { return std::min(next, *std::min_element(at.begin(), at.end())); }
 
  private:
   bool populate(uint8_t* from, uint64_t n) {
@@ -91,12 +115,13 @@ hic_touching* hic_touch_start(void* address, uint64_t bytes, uint32_t threads) {
   }
   try {
     touching->threads.reserve(threads);
+    touching->at.assign(std::max(threads, 1U), hic_touching::kNothing);
     for (uint32_t i = 0; i < threads; ++i) {
       {
         const std::lock_guard<std::mutex> hold(touching->mutex);
         ++touching->running;
       }
-      touching->threads.emplace_back([touching] { touching->work(); });
+      touching->threads.emplace_back([touching, i] { touching->work(i); });
     }
   } catch (const std::exception& error) {  // fewer threads than asked for will do, none will not
     const std::lock_guard<std::mutex> hold(touching->mutex);
@@ -112,19 +137,23 @@ hic_touching* hic_touch_start(void* address, uint64_t bytes, uint32_t threads) {
 
 uint64_t hic_touch_done(const hic_touching* touching) { return touching->done; }
 
-int32_t hic_touch_wait(hic_touching* touching, uint32_t timeout_ms) {
+int32_t hic_touch_reach(hic_touching* touching, uint64_t bytes, uint32_t timeout_ms) {
   std::unique_lock<std::mutex> hold(touching->mutex);
-  const auto nobody_works = [touching] { return touching->running == 0; };
-  if (!touching->ended.wait_for(hold, std::chrono::milliseconds(timeout_ms), nobody_works))
+  const uint64_t end = std::min(bytes, touching->bytes);
+  const auto over = [touching, end] { return touching->running == 0 || touching->reached() >= end; };
+  if (!touching->moved.wait_for(hold, std::chrono::milliseconds(timeout_ms), over))
     return hic::fail(HIC_TIMEOUT, "%llu of %llu bytes are touched", static_cast<unsigned long long>(touching->done),
                      static_cast<unsigned long long>(touching->bytes));
-  if (!touching->error) return HIC_OK;
+  if (touching->reached() >= end || !touching->error) return HIC_OK;
   errno = touching->error;
   return hic::fail_errno("first touch");
 }
 
 void hic_touch_stop(hic_touching* touching) {
-  touching->stop = true;
+  {
+    const std::lock_guard<std::mutex> hold(touching->mutex);
+    touching->stop = true;
+  }
   for (std::thread& thread : touching->threads) thread.join();
   delete touching;
 }

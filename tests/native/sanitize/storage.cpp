@@ -105,7 +105,7 @@ void try_touching() {
     hic_touching* touching = hic_touch_start(memory, kBytes, 3);
     require(touching, "start");
     if (to_the_end) {
-      while (hic_touch_wait(touching, 5) == HIC_TIMEOUT) require(hic_touch_done(touching) <= kBytes, "progress");
+      while (hic_touch_reach(touching, kBytes, 5) == HIC_TIMEOUT) require(hic_touch_done(touching) <= kBytes, "progress");
       require(hic_touch_done(touching) == kBytes, "all of it");
     }
     hic_touch_stop(touching);
