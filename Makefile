@@ -12,6 +12,9 @@ LMCACHE := $(VENV)/lmcache
 LMCACHE_NEEDS := aiofile blake3 aiohttp py-cpuinfo pyyaml pyzmq redis safetensors sortedcontainers cachetools nvtx fastapi uvicorn httpx \
 	numba opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp opentelemetry-exporter-prometheus cryptography httptools awscrt \
 	'numpy<=2.2.6'
+# SGLang's storage classes need no GPU, and little of its list; the torch that is there will do.
+SGLANG := $(VENV)/sglang
+SGLANG_NEEDS := boto3 ipython orjson pillow pybase64 pyzmq starlette triton
 NATIVE_SOURCES := setup.py $(wildcard cuda_ext/native/capi.h cuda_ext/native/*/*.h cuda_ext/native/*/*.cpp)
 
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
@@ -38,8 +41,9 @@ test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 test-crash: $(STAMP) ## kill writers of the local stores at 100 random points and more, and look at every object afterwards
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py tests/backends/test_slab_crash.py $(TEST_ARGS)
 
-test-engines: $(STAMP) $(ENGINES) ## test the storage engines against real servers, which it installs, starts and stops
-	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
+test-engines: $(STAMP) $(ENGINES) $(SGLANG)/.installed ## test the storage engines against real servers, which it installs, starts and stops
+	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines --ignore=$(SGLANG_TESTS) $(TEST_ARGS) $(OR_NONE)
+	PATH=$(CURDIR)/$(BIN):$$PATH $(ALONE) $(SGLANG)/bin/python -m pytest -m engine $(SGLANG_TESTS) $(TEST_ARGS) $(OR_NONE)
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
 	$(BIN)/python -m pytest -m slow tests/rank_sim $(TEST_ARGS)
@@ -89,6 +93,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 # NVIDIA's compilers are wheels, and need no GPU.
 $(KERNEL_TOOLS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test-native]'
+	touch $@
+
+SGLANG_TESTS := tests/engines/test_sglang.py
+# Whoever chooses tests may choose none of one of the two environments.
+OR_NONE := $(if $(TEST_ARGS),|| test $$? = 5)
+
+$(SGLANG)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv --without-pip $(SGLANG)
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$(ls -d $(SGLANG)/lib/python3*/site-packages)/from-here.pth
+	$(BIN)/python -m pip --python $(SGLANG)/bin/python install --quiet --no-deps sglang==0.5.23
+	$(BIN)/python -m pip --python $(SGLANG)/bin/python install --quiet $(SGLANG_NEEDS) 2> $(SGLANG)/pip.log || { cat $(SGLANG)/pip.log; false; }
 	touch $@
 
 # Some of these servers listen on all interfaces whatever they are told: there is none but loopback where they run.

@@ -16,13 +16,22 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from hicache_actors.errors import BackendError
 
 if TYPE_CHECKING:
     from hicache_actors.backends.objects import Expected, Verdict
     from hicache_actors.runtime.workers import Workers
+
+
+KeysBefore: TypeAlias = Callable[[str], Sequence[str]]
+
+keys_before: Final[ContextVar[KeysBefore | None]] = ContextVar("keys_before", default=None)
+"""In a call about pages of prompts: the keys of all that stands before a key of that call, from the first page of its prompt on,
+in order; with the key itself they are one chain.  None in calls about single objects, such as `delete`.  For backends that place
+objects by what they belong to; the function may be called on any thread."""
 
 
 class Stored(enum.IntEnum):

@@ -10,14 +10,17 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.backend import Backend, Stored, keys_before
 from hicache_actors.backends.foreign.dynamic import named_by
-from hicache_actors.backends.urls import FIELD
+from hicache_actors.backends.urls import FIELD, number
 from hicache_actors.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +33,16 @@ T = TypeVar("T")
 Calls = Literal["v0", "v1", "v2"]
 
 _OPTIONS: Final = ("calls", "config", "model", "threads")
+_PASS_PREFIX: Final = "hicache_storage_pass_prefix_keys"
+_OURS: Final = {  # in SGLang's extra config, but not for the class
+    "prefetch_threshold": "storage.prefetch_threshold_tokens",
+    "prefetch_timeout_base": "storage.prefetch_timeout_base_s",
+    "prefetch_timeout_per_ki_token": "storage.prefetch_timeout_per_ki_token_s",
+}
 _BASE: Final = "HiCacheStorage"
 _POOL: Final = "kv"
+_MOST_RAISED: Final = 3  #: single objects of a batch that are tried although it raises for them
+_POOL_ARGUMENTS: Final = {"mem_pool", "mem_pool_host"}
 
 
 class HostPool:
@@ -84,7 +95,11 @@ class SGLangBackend(Backend):
 
     Our keys are complete, so it is configured as the only rank of its model.  A class without a way to tell more answers a batch
     of `v0` writes as a whole; keys cannot be listed and objects not be removed one by one: a bad one is overwritten with one byte,
-    which is a miss.  ``prefix_keys`` are not passed.
+    which is a miss.
+
+    With ``hicache_storage_pass_prefix_keys`` in the configuration, as in SGLang's, each call of a lookup, read or write says in
+    ``HiCacheStorageExtraInfo.prefix_keys`` what stands before its keys, from the first page of the prompt on; a batch that is
+    no single chain is handed over in several calls.
     """
 
     scope = "cluster"
@@ -102,7 +117,8 @@ class SGLangBackend(Backend):
         self.calls = _calls(url, given.get("calls"), found, base)
         self._model = given.get("model", "hicache")
         self._extra = _extra(url, given.get("config", "{}"))
-        self._threads = threading.Semaphore(int(given.get("threads", "1")))
+        self._passes_prefix = _flag(url, self._extra.pop(_PASS_PREFIX, False))
+        self._threads = threading.Semaphore(int(number(url, "threads", given.get("threads", "1"), whole=True, least=1)))
         self._workers = workers
         self._pool = HostPool()
         self._storage: Any = None
@@ -123,18 +139,20 @@ class SGLangBackend(Backend):
         asked = list(keys[:good])
         if not asked:
             return 0
-        if self.calls == "v2":
-            answer = await self._run("exists", lambda: self._storage.batch_exists_v2(asked, []).kv_hit_pages)
-        else:
-            answer = await self._run("exists", lambda: self._storage.batch_exists(asked))
-        return max(0, min(int(answer), good))
+        found = 0
+        for run, info in self._runs(asked, None):
+            answer = await self._run("exists", partial(self._leading, [asked[at] for at in run], info))
+            found += max(0, min(answer, len(run)))
+            if found < run.stop:
+                break
+        return found
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         found = await self._found(keys, buffers)
         for at, (key, here) in enumerate(zip(keys, found, strict=True)):
             if here or not await self.exists([key]):
                 continue
-            [found[at]] = await self._found([key], [buffers[at]])  # written meanwhile?
+            [found[at]] = await self._moved("read", [key], [buffers[at]])  # written meanwhile?
             if not found[at]:
                 self._bad.add(key)  # there, but not to be read: of another length
         self._counts["hits"] += sum(found)
@@ -142,8 +160,26 @@ class SGLangBackend(Backend):
         return found
 
     async def _found(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        found = await self._run("read", lambda: self._move(list(keys), buffers, writes=False)) if keys else []
-        return [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
+        """In one go, or one by one where the class raises: then it is the fault of an object, if others go well."""
+        good = [at for at, key in enumerate(keys) if key not in self._bad]
+        found = [False] * len(keys)
+        try:
+            answers = await self._moved("read", [keys[at] for at in good], [buffers[at] for at in good])
+            for at, here in zip(good, answers, strict=True):
+                found[at] = here
+        except BackendError as error:
+            raised: list[str] = []
+            for at in good:
+                try:
+                    [found[at]] = await self._moved("read", [keys[at]], [buffers[at]])
+                except BackendError:
+                    raised.append(keys[at])
+                    if len(raised) == _MOST_RAISED:
+                        break
+            if not any(found):
+                raise error
+            self._bad.update(raised)
+        return found
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
         outcomes = [Stored.FAILED] * len(keys)
@@ -155,20 +191,29 @@ class SGLangBackend(Backend):
                 missing.append(at)
         if missing:
             some_keys, some = [keys[at] for at in missing], [buffers[at] for at in missing]
-            done = await self._run("write", lambda: self._move(some_keys, some, writes=True))
+            done = await self._moved("write", some_keys, some)
             for at, well in zip(missing, done, strict=True):
+                if well and keys[at] in self._bad:
+                    well = await self._replaced(keys[at], buffers[at])
                 outcomes[at] = Stored.WRITTEN if well else Stored.FAILED
-                if well:
-                    self._bad.discard(keys[at])
         self._counts["written"] += outcomes.count(Stored.WRITTEN)
         self._counts["present"] += outcomes.count(Stored.PRESENT)
         return outcomes
+
+    async def _replaced(self, key: str, buffer: memoryview) -> bool:
+        """Whether a write has replaced what was bad: some classes keep what is there, and call that well."""
+        back = memoryview(bytearray(len(buffer)))
+        with suppress(BackendError):
+            if await self._moved("read", [key], [back]) == [True] and back == buffer:
+                self._bad.discard(key)
+                return True
+        return False
 
     async def delete(self, keys: Sequence[str]) -> int:
         there = [key for key in dict.fromkeys(keys) if await self.exists([key])]
         if there:
             tombstones = [memoryview(bytearray(1)) for _ in there]
-            await self._run("delete", lambda: self._move(there, tombstones, writes=True))
+            await self._moved("delete", there, tombstones)
         self._bad.update(there)
         return len(there)
 
@@ -184,6 +229,33 @@ class SGLangBackend(Backend):
     def stats(self) -> Mapping[str, int | float | str]:
         return {"calls": self.calls, **self._counts}
 
+    async def _moved(
+        self, what: Literal["read", "write", "delete"], keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[bool]:
+        """-> whether each went well."""
+        done: list[bool] = []
+        for run, info in self._runs(keys, list(map(len, buffers)) if self.calls == "v2" else None):
+            some_keys, some = [keys[at] for at in run], [buffers[at] for at in run]
+            done += await self._run(what, partial(self._move, some_keys, some, info, writes=what != "read"))
+        return done
+
+    def _runs(self, keys: Sequence[str], lengths: Sequence[int] | None) -> Iterator[tuple[range, tuple[Any, ...]]]:
+        """What of ``keys`` is handed over together: one chain, of one length (a pool has one); and what is said beside."""
+        before = keys_before.get() if self._passes_prefix else None
+        start = 0
+        for stop in range(1, len(keys) + 1):
+            if (
+                stop < len(keys)
+                and (lengths is None or lengths[stop] == lengths[start])
+                and (before is None or list(before(keys[stop])[-1:]) == [keys[stop - 1]])
+            ):
+                continue
+            info = (
+                () if before is None else (self._module.HiCacheStorageExtraInfo(prefix_keys=list(before(keys[start]))),)
+            )
+            yield range(start, stop), info
+            start = stop
+
     # -- in threads ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -191,26 +263,36 @@ class SGLangBackend(Backend):
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name=self._model, extra_config=self._extra,
         )  # fmt: skip
-        if self._class.__module__.startswith("sglang."):
-            self._storage = self._class(config)
-        else:
+        if not self._class.__module__.startswith("sglang."):
             self._storage = self._class(config, {})  # as SGLang makes those that it loads by name
+        elif _POOL_ARGUMENTS & set(signature(self._class).parameters):
+            self._storage = self._class(config, self._pool)
+        else:
+            self._storage = self._class(config)
         self._storage.register_mem_pool_host(self._pool)
         if self.calls == "v2":
             self._storage.register_mem_host_pool_v2(self._pool, self._module.PoolName(_POOL))
+        self._storage.on_host_pools_registered()
 
-    def _move(self, keys: list[str], buffers: Sequence[memoryview], *, writes: bool) -> list[bool]:
+    def _leading(self, keys: list[str], info: tuple[Any, ...]) -> int:
+        if self.calls == "v2":
+            return int(self._storage.batch_exists_v2(keys, [], *info).kv_hit_pages)
+        return int(self._storage.batch_exists(keys, *info))
+
+    def _move(
+        self, keys: list[str], buffers: Sequence[memoryview], info: tuple[Any, ...], *, writes: bool
+    ) -> list[bool]:
         if self.calls == "v0":
             return self._move_tensors(keys, buffers, writes)
         indices = self._pool.lend(buffers)
         try:
             if self.calls == "v1":
                 move = self._storage.batch_set_v1 if writes else self._storage.batch_get_v1
-                return [bool(well) for well in move(keys, indices)]
+                return [bool(well) for well in move(keys, indices, *info)]
             name = self._module.PoolName(_POOL)
             transfer = self._module.PoolTransfer(name=name, host_indices=indices, keys=keys)
             move = self._storage.batch_set_v2 if writes else self._storage.batch_get_v2
-            answer = move([transfer])
+            answer = move([transfer], *info)
             return [bool(well) for well in answer.get(name, answer.get(_POOL, [False] * len(keys)))]
         finally:
             self._pool.take_back(indices)
@@ -261,6 +343,12 @@ def _calls(url: str, asked: str | None, found: type, base: type) -> Calls:
     return has[-1] if asked is None else asked
 
 
+def _flag(url: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(FIELD, url, f"config: {_PASS_PREFIX}={value!r}", allowed=["true", "false"])
+    return value
+
+
 def _extra(url: str, text: str) -> dict[str, Any]:
     try:
         extra = json.loads(text)
@@ -268,4 +356,10 @@ def _extra(url: str, text: str) -> dict[str, Any]:
         raise ConfigError(FIELD, url, f"config is no JSON: {error}", allowed="a JSON object") from error
     if not isinstance(extra, dict):
         raise ConfigError(FIELD, url, "config is no JSON object", allowed='such as {"file_storage_path": "/mnt/kv"}')
+    for name, ours in _OURS.items():
+        if name in extra:
+            raise ConfigError(
+                FIELD, url, f"config: {name} is not for the storage class", allowed="what the class itself understands",
+                fix=f"leave it out and set {ours}",
+            )  # fmt: skip
     return extra

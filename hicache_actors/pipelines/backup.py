@@ -11,7 +11,7 @@ from __future__ import annotations
 import anyio
 
 from hicache_actors.backends.backend import Stored
-from hicache_actors.core.words import SLOT_BYTES, StartBackup
+from hicache_actors.core.words import SLOT_BYTES, Path, StartBackup
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import BatchEnd
@@ -28,7 +28,7 @@ async def backup(movers: Movers, store: Store, start: StartBackup, job: OpenJob)
     save = _Save(movers, store, job, movers.batches(start.source))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
         for path in start.paths:
-            save.hashes += await movers.hash_path(path)
+            save.add(path, await movers.hash_path(path))
         if save.named:
             await save.run()
     movers.flows["backup"].ended(save.acknowledged_pages, movers.nbytes(save.acknowledged_pages), begun_s)
@@ -39,7 +39,14 @@ class _Save:
     def __init__(self, movers: Movers, store: Store, job: OpenJob, batches: list[Batch]) -> None:
         self.hashes: tuple[bytes, ...] = ()
         self.acknowledged_pages = 0
+        self._paths: list[tuple[bytes, ...]] = []
+        self._chains = store.chains(self._paths)
         self._movers, self._store, self._job, self._batches = movers, store, job, batches
+
+    def add(self, path: Path, hashed: tuple[bytes, ...]) -> None:
+        """The next pages, with the hashes up to their end."""
+        self.hashes += hashed[path.first_page :]
+        self._paths.append(hashed)
 
     @property
     def named(self) -> bool:
@@ -76,7 +83,7 @@ class _Save:
 
     async def _write_one(self, batch: Batch) -> bool:
         """Store a sealed batch -> whether all of it is stored now."""
-        writing = self._store.write(self._names(batch), batch.slots, self._wanted)
+        writing = self._store.write(self._names(batch), batch.slots, self._wanted, chains=self._chains)
         self._job.hold(writing)
         outcomes = await writing.answer()
         stored = 0

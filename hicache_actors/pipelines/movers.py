@@ -73,7 +73,7 @@ class Movers:
         return min(limit for limit in limits if limit is not None)
 
     async def hash_path(self, path: Path) -> tuple[bytes, ...]:
-        """Hashes of the pages of ``path``; what the prompt has hashed already is reused.
+        """Hashes of all pages up to the end of ``path``, so its own begin at ``first_page``; what the prompt has hashed is reused.
 
         Off the loop, if that takes longer than the way to a thread and back.  Empty if no thread can be had: all of them hang, or
         the cache is closing.
@@ -90,7 +90,7 @@ class Movers:
         except (BackendError, StoppedError) as error:
             self._log.warning("path_not_hashed", pages=path.pages, exc_info=error)
             return ()
-        return tuple(hashes[path.first_page : last_page])
+        return tuple(hashes[:last_page])
 
     async def _near_or_far(self, pages: int, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """Hash ``pages`` here if they are few, else in a thread."""

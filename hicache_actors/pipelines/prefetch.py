@@ -17,7 +17,7 @@ from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.host import Reserved
-from hicache_actors.tiers.storage import Store
+from hicache_actors.tiers.storage import Chains, Store
 from hicache_actors.transfer.batch import Batch
 
 
@@ -26,17 +26,19 @@ async def prefetch(movers: Movers, store: Store, start: StartPrefetch, job: Open
     deadline = movers.at(movers.prefetch_limit_s(path.pages, start.deadline_s))
     hashes: tuple[bytes, ...] = ()
     hit = 0
+    chains = store.chains(())
     with anyio.CancelScope(deadline=deadline):
-        hashes = await movers.hash_path(path)
+        hashed = await movers.hash_path(path)
+        hashes, chains = hashed[path.first_page :], store.chains((hashed,))
         if hashes:
-            hit = await store.query(hashes, priority=start.priority).answer()
+            hit = await store.query(hashes, chains=chains, priority=start.priority).answer()
     job.hit(hit)
     slots = await job.granted()
     if slots is None:
         return
     begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
-    fetch = _Fetch(movers, store, start.priority, job, hashes, movers.batches(slots))
+    fetch = _Fetch(movers, store, start.priority, job, hashes, chains, movers.batches(slots))
     with anyio.CancelScope(deadline=deadline):
         await fetch.run()
     fetch.report(begun_s)
@@ -52,10 +54,11 @@ class _Fetch:
         priority: int,
         job: OpenJob,
         hashes: tuple[bytes, ...],
+        chains: Chains,
         batches: list[Batch],
     ) -> None:
         self._movers, self._store, self._priority, self._job = movers, store, priority, job
-        self._hashes, self._batches = hashes, batches
+        self._hashes, self._chains, self._batches = hashes, chains, batches
         self._good: dict[int, int] = {}  # batch -> leading pages that are right
         self._end = len(batches)  # batches from here on are of no use
 
@@ -89,7 +92,9 @@ class _Fetch:
                     continue
                 batch = self._batches[number]
                 hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
-                reading = self._store.read(hashes, batch.slots, self._wanted, priority=self._priority)
+                reading = self._store.read(
+                    hashes, batch.slots, self._wanted, chains=self._chains, priority=self._priority
+                )
                 self._job.hold(reading)
                 good = await reading.answer()
                 self._good[number] = good

@@ -41,12 +41,21 @@ class PoolTransferResult:
     kv_hit_pages: int
 
 
+@dataclass
+class HiCacheStorageExtraInfo:
+    prefix_keys: list[str] | None = None
+    extra_info: dict[str, Any] | None = None
+
+
 class HiCacheStorage:
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         self.pool_v2 = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        self.all_pools = True
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         raise NotImplementedError
@@ -127,6 +136,49 @@ class Pools(Tensors):
         for key, index in zip(transfer.keys, transfer.host_indices.tolist(), strict=True):
             self.objects[key] = self.pool_v2.get_data_page(index).numpy().tobytes()
         return {transfer.name: [True] * len(transfer.keys)}
+
+
+class Told(Pools, Addresses):
+    """Either kind of calls; writes down what stands before the keys of each."""
+
+    calls: list[tuple[str, list[str] | None, list[str]]] = []  # noqa: RUF012
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        self.calls.append(("exists", extra_info and extra_info.prefix_keys, keys))
+        return super().batch_exists(keys)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        return PoolTransferResult(self.batch_exists(keys, extra_info))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        self.calls.append(("get", extra_info and extra_info.prefix_keys, keys))
+        return super().batch_get_v1(keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        self.calls.append(("set", extra_info and extra_info.prefix_keys, keys))
+        return super().batch_set_v1(keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        self.calls.append(("get", extra_info and extra_info.prefix_keys, transfers[0].keys))
+        return super().batch_get_v2(transfers)
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        self.calls.append(("set", extra_info and extra_info.prefix_keys, transfers[0].keys))
+        return super().batch_set_v2(transfers)
+
+
+class Keeps(Tensors):
+    """As SGLang's file store: what lies under a key stays, and a read of another length is an exception."""
+
+    def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
+        if key in self.objects and len(self.objects[key]) != target_location.numel():
+            raise OSError("short read")
+        return super().get(key, target_location)
+
+    def set(self, key: str, value: torch.Tensor) -> bool:
+        return key in self.objects or super().set(key, value)
 
 
 class Raises(Tensors):

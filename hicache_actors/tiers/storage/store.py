@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.backend import Backend, Stored, keys_before
 from hicache_actors.backends.objects import Expected, Verdict, seal_many, verify_many
 from hicache_actors.config import StorageConfig
 from hicache_actors.core.words import Slots, pack_slots, unpack_slots
@@ -23,6 +23,7 @@ from hicache_actors.runtime import Workers
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.calls import Calls
+from hicache_actors.tiers.storage.chains import Chains
 from hicache_actors.tiers.storage.flights import Flights
 from hicache_actors.tiers.storage.neighbours import HitWatch, listed, lists_names, look_at
 from hicache_actors.tiers.storage.pages import of_pages, sampling
@@ -82,11 +83,16 @@ class Store:
 
     # -- for pipelines -------------------------------------------------------------------------------------------------
 
-    def query(self, hashes: Sequence[bytes], *, priority: int = 0) -> Call[int]:
+    def chains(self, paths: Sequence[Sequence[bytes]]) -> Chains:
+        """For the calls of a job about pages of these ``paths``: the hashes of each from the first page of its prompt on."""
+        return Chains(self.keys.keys, paths)
+
+    def query(self, hashes: Sequence[bytes], *, chains: Chains | None = None, priority: int = 0) -> Call[int]:
         """Length of the leading run that is stored; 0 if the store fails."""
         keys = self.keys.keys(hashes)
 
         async def ask() -> int:
+            _tell(chains)
             return max(0, min(index(await self.backend.exists(keys)), len(keys))) // len(self.keys.chunks)
 
         async def count(found: int) -> int:
@@ -99,7 +105,13 @@ class Store:
         return self.calls.start(Call("query", 0, priority=priority), "query", ask, count)
 
     def read(
-        self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool], *, priority: int = 0
+        self,
+        hashes: Sequence[bytes],
+        slots: Slots,
+        wanted: Callable[[], bool],
+        *,
+        chains: Chains | None = None,
+        priority: int = 0,
     ) -> Call[int]:
         """Read and verify a batch -> its leading pages that are right.  Skipped if not ``wanted`` when its turn comes."""
         keys, objects_a_page = self.keys.keys(hashes), len(self.keys.chunks)
@@ -108,6 +120,7 @@ class Store:
         staged, objects = self._place("read", call, slots)
 
         async def read() -> list[bool]:
+            _tell(chains)
             return list(await self.backend.read(keys, objects()))[: len(keys)]
 
         async def verify(found: list[bool]) -> int:
@@ -115,6 +128,7 @@ class Store:
             return await count(await self._verify(hashes[:pages], objects()[: pages * objects_a_page]))
 
         async def read_checked() -> list[Verdict | None]:
+            _tell(chains)
             return list(await self.backend.read_checked(keys, objects(), self._expected(hashes)))[: len(keys)]
 
         async def count(verdicts: Sequence[Verdict | None]) -> int:
@@ -145,7 +159,9 @@ class Store:
 
         return self.calls.compute(call, seal)
 
-    def write(self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool]) -> Call[Sequence[Stored]]:
+    def write(
+        self, hashes: Sequence[bytes], slots: Slots, wanted: Callable[[], bool], *, chains: Chains | None = None
+    ) -> Call[Sequence[Stored]]:
         """Store pages that have been sealed -> what became of each, or () if the store fails.
 
         What another call writes now is left to it.
@@ -158,7 +174,7 @@ class Store:
         nothing: Sequence[Stored] = ()
         nbytes = len(flight.mine) * self._page_bytes
         call = Call("write", nothing, nbytes=nbytes, pages=len(flight.mine), wanted=wanted)
-        call.when_answered(lambda: flight.land({}))  # who hangs, or is refused, does not keep others from trying
+        call.when_answered(lambda _: flight.land({}))  # who hangs, or is refused, does not keep others from trying
         staged, objects = self._place("write", call, own_slots)
 
         async def stage(staged: StagedPages) -> None:
@@ -167,6 +183,7 @@ class Store:
                 await self._seal(own_hashes, objects())
 
         async def store() -> Sequence[Stored]:
+            _tell(chains)
             if self._has_headers and self.backend.checks:
                 return await self.backend.write_sealed(own_keys, objects(), self._expected(own_hashes))
             return await self.backend.write(own_keys, objects())
@@ -315,6 +332,11 @@ class Store:
     def _look_quiet(self) -> None:
         if not self._jobs and not self.calls.open:
             self._quiet.set()
+
+
+def _tell(chains: Chains | None) -> None:
+    """In the task of a call: what its backend may ask for."""
+    keys_before.set(None if chains is None else chains.before)
 
 
 async def _as_is(value: Any) -> Any:
