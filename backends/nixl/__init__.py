@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.nixl.bucket import NixlBucket
 from hicache_actors.backends.nixl.files import NixlFiles
-from hicache_actors.backends.nixl.options import BucketOptions, FilesOptions
+from hicache_actors.backends.nixl.options import FilesOptions, bucket_options
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
 
-__all__ = ["BucketOptions", "FilesOptions", "NixlBucket", "NixlFiles", "nixl_backend"]
+__all__ = ["FilesOptions", "NixlBucket", "NixlFiles", "bucket_options", "nixl_backend"]
 
 
 def nixl_backend(url: str, workers: Workers) -> Backend:

@@ -13,6 +13,7 @@ which a get is an error), and records have one length.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,14 @@ import anyio
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.nixl.agent import Agent, Item, nixl_api
-from hicache_actors.backends.nixl.options import BucketOptions
+from hicache_actors.backends.nixl.options import bucket_options
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
 
+_REGION: Final = "us-east-1"  #: unless the environment names one
 _REACH_S: Final = 3.0
 _AHEAD: Final = 64  #: keys of one `exists` that are asked for before the first answer is looked at
 _RECORD: Final = struct.Struct("<8sQ")
@@ -68,11 +70,11 @@ class NixlBucket(Backend):
 
     def __init__(self, url: str, workers: Workers) -> None:
         self.url = url
-        self.options = BucketOptions.parse(url)
+        self.bucket = bucket_options(url)
         nixl_api()  # missing is said before anything is opened
         self._workers = workers
         self._agent: Agent | None = None
-        self._names = Names(self.options.prefix, 0)
+        self._names = Names(self.bucket.prefix, 0)
         self._bad: set[str] = set()  # recorded, but not to be had: to be written anew
         self._counts: Counter[str] = Counter()
 
@@ -144,37 +146,37 @@ class NixlBucket(Backend):
         return {"registered_bytes": agent.registered_bytes if agent else 0, **self._counts}
 
     async def _knock(self) -> None:
-        if self.options.address is None:
+        if self.bucket.address is None:
             return
         try:
             with anyio.fail_after(_REACH_S):
-                stream = await anyio.connect_tcp(*self.options.address)
+                stream = await anyio.connect_tcp(*self.bucket.address)
             await stream.aclose()
         except (OSError, TimeoutError) as error:
-            raise BackendError(f"{self.url}: nobody answers at {self.options.endpoint}: {error}") from error
+            raise BackendError(f"{self.url}: nobody answers at {self.bucket.endpoint}: {error}") from error
 
     # -- in threads ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        options = self.options
-        endpoint = {"endpoint_override": options.endpoint} if options.endpoint else {}
+        bucket = self.bucket
+        endpoint = {"endpoint_override": bucket.endpoint} if bucket.endpoint else {}
         self._agent = Agent(
             "OBJ",
             {
                 **endpoint,
-                "bucket": options.bucket,
-                "region": options.region,
-                "scheme": "http" if options.endpoint.startswith("http://") else "https",
-                "use_virtual_addressing": "false" if options.path_style else "true",
+                "bucket": bucket.name,
+                "region": bucket.region or os.environ.get("AWS_REGION", _REGION),
+                "scheme": "http" if (bucket.endpoint or "").startswith("http://") else "https",
+                "use_virtual_addressing": "false" if bucket.path_style else "true",
                 "req_checksum": "required",
             },
         )
-        probe, empty = f"{options.prefix}probe", f"{options.prefix}empty"
+        probe, empty = f"{bucket.prefix}probe", f"{bucket.prefix}empty"
         expected, back = bytes(range(_PROBE)), bytearray(_PROBE)
         if self._put({probe: memoryview(expected), empty: memoryview(b"")}) != [True] * 2:
             raise ConfigError(
                 FIELD, self.url, "the bucket takes no object",
-                fix=f"make the bucket {options.bucket!r}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys that may "
+                fix=f"make the bucket {bucket.name!r}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys that may "
                 "read and write it",
             )  # fmt: skip
         if self._get({probe: memoryview(back)}) != [True] or back != expected:
@@ -186,7 +188,7 @@ class NixlBucket(Backend):
                 "the store says that it has read bytes of an empty object",
                 fix="use s3:// with this store",
             )
-        self._names = Names(options.prefix, self._records([self._names.of_epoch])[0])
+        self._names = Names(bucket.prefix, self._records([self._names.of_epoch])[0])
 
     def _lengths(self, keys: Sequence[str]) -> list[int]:
         """0 for what is not there, has been removed, or is known to be of no use."""
@@ -238,7 +240,7 @@ class NixlBucket(Backend):
         return len(removed)
 
     def _clear(self) -> None:
-        names = Names(self.options.prefix, self._records([self._names.of_epoch])[0] + 1)
+        names = Names(self.bucket.prefix, self._records([self._names.of_epoch])[0] + 1)
         if self._put({names.of_epoch: _record(names.epoch)}) != [True]:
             raise BackendError(f"{self.url}: clear: the store takes no record")
         self._names = names

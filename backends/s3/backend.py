@@ -44,15 +44,15 @@ class S3Backend(Backend):
 
     async def open(self) -> None:
         """Looks into the bucket: one that does not exist would look like a store in which nothing is ever found."""
-        options = self.options
-        given = {"endpoint": options.endpoint, "region": options.region}
+        options, bucket = self.options, self.options.bucket
+        given = {"endpoint": bucket.endpoint, "region": bucket.region}
         timeouts = {"timeout": f"{options.timeout_s}s", "connect_timeout": f"{options.connect_timeout_s}s"}
-        plain = {"allow_http": True} if (options.endpoint or "").startswith("http://") else {}
+        plain = {"allow_http": True} if (bucket.endpoint or "").startswith("http://") else {}
         try:
             self._store = self._s3.store.S3Store(
-                options.bucket,
+                bucket.name,
                 **{name: value for name, value in given.items() if value is not None},
-                virtual_hosted_style_request=not options.path_style,
+                virtual_hosted_style_request=not bucket.path_style,
                 client_options={**timeouts, **plain},
                 retry_config={
                     "max_retries": options.retries,
@@ -60,7 +60,7 @@ class S3Backend(Backend):
                 },
             )
             await self._length(_PROBE)  # who may not read is told apart by this, not by a listing
-            async for _ in self._store.list(prefix=options.prefix, chunk_size=1):
+            async for _ in self._store.list(prefix=bucket.prefix, chunk_size=1):
                 break
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
             raise ConfigError(
@@ -71,7 +71,7 @@ class S3Backend(Backend):
             if "<Code>NoSuchBucket<" in str(error):
                 raise ConfigError(
                     FIELD, self.url, "there is no such bucket",
-                    fix=f"make the bucket {options.bucket!r}, or correct its name",
+                    fix=f"make the bucket {bucket.name!r}, or correct its name",
                 ) from error  # fmt: skip
             raise BackendError(f"{self.url}: {_first_line(error)}") from error
 
@@ -146,7 +146,7 @@ class S3Backend(Backend):
                 await self._s3.delete_async(self._store, batch[start : start + _DELETED_AT_ONCE])
 
     async def keys(self) -> AsyncIterator[str]:
-        prefix = self.options.prefix
+        prefix = self.options.bucket.prefix
         with self._translated("list"):
             async for batch in self._store.list(prefix=prefix):
                 for found in batch:
@@ -193,7 +193,7 @@ class S3Backend(Backend):
             raise BackendError(f"{self.url}: {what}: {_first_line(error)}") from error
 
     def _key(self, key: str) -> str:
-        return self.options.prefix + key
+        return self.options.bucket.prefix + key
 
 
 def _obstore() -> tuple[Any, Any]:

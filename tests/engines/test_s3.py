@@ -42,12 +42,12 @@ def url_of(server: Server, prefix: str, more: str = "") -> str:
 def direct(url: str) -> tuple[Any, Any, str]:
     """The same bucket, past the backend: the client, its store, the prefix."""
     client, stores = import_module("obstore"), import_module("obstore.store")
-    options = S3Options.parse(url)
-    assert options.endpoint is not None
+    bucket = S3Options.parse(url).bucket
+    assert bucket.endpoint is not None
     store = stores.S3Store(
-        options.bucket, endpoint=options.endpoint, region="us-east-1", client_options={"allow_http": True}
+        bucket.name, endpoint=bucket.endpoint, region="us-east-1", client_options={"allow_http": True}
     )
-    return client, store, options.prefix
+    return client, store, bucket.prefix
 
 
 class TestContract(BackendContract):
@@ -149,6 +149,7 @@ async def test_a_server_that_is_frozen_or_killed_costs_misses_and_keeps_what_it_
         ("s3://bucket/../x", "prefix"),
         ("s3://bucket?endpoint=here", "endpoint"),
         ("s3://bucket?addressing=x", "addressing"),
+        ("s3://bucket?endpoint=http://h:x", "endpoint"),
         ("s3://bucket?requests=0", "requests"),
         ("s3://bucket?secret=x", "unknown option"),
     ],
