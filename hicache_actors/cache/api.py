@@ -47,7 +47,7 @@ from hicache_actors.ranks import Driver, StepDriver
 from hicache_actors.ranks.group import RankGroup
 from hicache_actors.ranks.intents import AskDrained, AskStored, Reset
 from hicache_actors.ranks.transport import Transport
-from hicache_actors.runtime import Workers
+from hicache_actors.runtime import Workers, see_through
 
 T = TypeVar("T")
 
@@ -106,9 +106,8 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
             await parts.start()
             yield cache
         finally:
-            # Memory must not go while copies run, however the block ended.
-            with anyio.CancelScope(shield=True):
-                await cache._close()
+            # Memory must not go while copies run, however the block ended, and whatever is cancelled while it ends.
+            await see_through(cache._close())
         failure = parts.driver.failure
         if failure is not None and not isinstance(failure, PeerError | TransferError):  # those are no bugs
             raise HiCacheError(f"the cache failed while it was open: {failure!r}") from failure

@@ -19,6 +19,7 @@ from hicache_actors.runtime.observation import (
     bind_log,
     unwrap,
 )
+from hicache_actors.runtime.shielding import see_through
 from hicache_actors.runtime.system import Job, System
 from hicache_actors.runtime.workers import Workers
 
@@ -49,5 +50,6 @@ __all__ = [
     "channel",
     "hand_on",
     "handles",
+    "see_through",
     "unwrap",
 ]

@@ -87,6 +87,38 @@ def test_closing_at_a_random_moment(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @MANY_SEEDS
+def test_what_is_cancelled_again_while_it_closes_closes_all_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Natively, which no shielded scope keeps out: a server that is told to stop twice."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        kept = HostMemory.mapped()
+        opened: list[tuple[Small, Witness]] = []
+
+        async def serve() -> None:
+            async with open_small(backend=_busy_store(seed), deadlines=DEADLINES, check_pools=False) as small:
+                opened.append((small, Witness(small.cache, monkeypatch)))
+                await _client(small, rng, {})
+
+        serving = asyncio.ensure_future(serve())
+        await anyio.sleep(0.05 + rng.random() * 0.1)
+        for _ in range(rng.randint(2, 6)):
+            serving.cancel()
+            for _ in range(rng.randrange(20)):
+                await asyncio.sleep(rng.choice((0, 0.001)))
+        await asyncio.wait({serving})
+        assert serving.cancelled()
+        ((small, witness),) = opened
+        assert small.cache.state == "closed"
+        await anyio.sleep(1.0)
+        assert not other_tasks()
+        assert HostMemory.mapped() == kept
+        witness.check_closed()
+
+    run_checked(main, seed)
+
+
+@MANY_SEEDS
 def test_resets_at_random_moments(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         rng = random.Random(seed)

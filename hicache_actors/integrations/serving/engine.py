@@ -19,8 +19,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-import anyio
-
 from hicache_actors.cache.arguments import check_rid
 from hicache_actors.cache.api import HiCache
 from hicache_actors.errors import StoppedError, UsageError
@@ -41,6 +39,7 @@ from hicache_actors.integrations.serving.words import (
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope
 from hicache_actors.ranks import StepDriver
+from hicache_actors.runtime import see_through
 
 _DEFAULTS = ServingConfig()
 
@@ -98,12 +97,14 @@ class ServingEngine:
         try:
             yield engine
         finally:
-            with anyio.CancelScope(shield=True):
-                engine._closing = True
-                engine._turns.close(close_timeout_s)
-                await asyncio.wait({running})
-                await engine._turns.aclose(close_timeout_s)
+            await see_through(engine._close(running, close_timeout_s))
         running.result()
+
+    async def _close(self, running: asyncio.Task[None], timeout_s: float) -> None:
+        self._closing = True
+        self._turns.close(timeout_s)
+        await asyncio.wait({running})
+        await self._turns.aclose(timeout_s)
 
     def submit(
         self,
