@@ -25,6 +25,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
     page_size: int = 4
     device_pages: int = 64
     host_pages: int = 80
+    host_chunk_pages: int = 0  #: the host pool opens in chunks of so many; 0: all at the start
     table_slots: int = 64
     table_rows: int = 64
     kill_step: int | None = None  #: after this step the last rank's movers are dead
@@ -53,6 +54,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
             page_size=self.page_size,
             device_pages=self.device_pages,
             host_pages=self.host_pages,
+            host_chunk_pages=self.host_chunk_pages,
             prefetch_threshold_tokens=2 * self.page_size,
             prefetch_policy=self.prefetch_policy or get_args(PrefetchPolicy)[self.seed % 3],
             write_policy=self.write_policy or SWITCHED_POLICIES[self.seed // 3 % len(SWITCHED_POLICIES)],
@@ -73,6 +75,7 @@ _NUMBERS = (
     "lag",
     "device_pages",
     "host_pages",
+    "host_chunk_pages",
     "table_slots",
     "table_rows",
     "kill_step",

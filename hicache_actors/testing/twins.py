@@ -80,6 +80,7 @@ class TwinRank:
             self.board,
             device_pages=options.device_pages,
             host_pages=options.host_pages,
+            ready_host_pages=options.core_config().first_host_pages,
             page_size=options.page_size,
             storage=seeded_storage(options, rank),
             faults=options.faults,
@@ -100,7 +101,7 @@ class TwinRank:
         usage = self.core.usage()
         for tier in TIER_NAMES:
             pool = getattr(usage, tier)
-            if pool.free_pages != pool.total_pages:
+            if pool.free_pages + pool.closed_pages != pool.total_pages:
                 raise TwinFailure("leak", self.options, step, (tier, usage))
         if usage.leases or usage.jobs or (len(self.board) and self.options.kill_step is None):
             raise TwinFailure("leak", self.options, step, (usage, len(self.board)))

@@ -25,11 +25,13 @@ from hicache_actors.core.words import (
     StartBackup,
     StartDrain,
     StartLoad,
+    StartOpen,
     StartPrefetch,
     StartWriteBack,
     StopJob,
     Tokens,
     Wake,
+    encode_result,
     unpack_slots,
 )
 from hicache_actors.keys.scope import Scope
@@ -62,7 +64,8 @@ class Violation(msgspec.Struct, frozen=True):
 class SimWorld:
     """One rank's device, host memory, storage and clock.  Single-threaded; time moves in `advance` only.
 
-    ``storage`` is the set of page keys that this rank's store holds; backups add to it.  ``on_wake`` gets Core's `Wake`.
+    ``ready_host_pages``: host slots whose memory is ready at the start; default, all.  ``storage`` is the set of page keys that
+    this rank's store holds; backups add to it.  ``on_wake`` gets Core's `Wake`.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class SimWorld:
         device_pages: int,
         host_pages: int,
         page_size: int,
+        ready_host_pages: int | None = None,
         storage: set[int] | None = None,
         faults: Faults | None = None,
         on_wake: Callable[[Wake], None] | None = None,
@@ -81,6 +85,7 @@ class SimWorld:
         self.board, self.page_size = board, page_size
         self.faults = faults or Faults()
         self.device, self.host = [EMPTY] * device_pages, [EMPTY] * host_pages
+        self.ready_host_pages = host_pages if ready_host_pages is None else ready_host_pages
         self.storage: set[int] = set() if storage is None else storage
         self.violations: list[Violation] = []
         self.dead = False  #: the task group has died: no new page is moved, what was submitted still ends
@@ -153,6 +158,8 @@ class SimWorld:
                     self._backup(effect)
                 case StartDrain():
                     self._drain(effect)
+                case StartOpen():
+                    self._open(effect)
                 case StopJob():
                     self._stop(effect)
                 case Wake():
@@ -197,7 +204,7 @@ class SimWorld:
 
     def _granted(self, effect: Grant) -> None:
         keys, _ = self._fetches.pop(effect.job)
-        slots = unpack_slots(effect.slots)
+        slots = self._ready(effect.job, unpack_slots(effect.slots))
         Mover(self, "prefetch", effect.job, keys[: len(slots)], 8, target=(self.host, slots), width=3).start()
 
     def _load(self, effect: StartLoad) -> None:
@@ -211,7 +218,7 @@ class SimWorld:
         self._start_after(effect.events, mover)
 
     def _write_back(self, effect: StartWriteBack) -> None:
-        source, target = unpack_slots(effect.source), unpack_slots(effect.target)
+        source, target = unpack_slots(effect.source), self._ready(effect.job, unpack_slots(effect.target))
         keys = [self._planned[slot] for slot in source]
         mover = Mover(self, "write_back", effect.job, keys, 3, source=(self.device, source), target=(self.host, target))
         self._start_after(effect.events, mover)
@@ -223,6 +230,23 @@ class SimWorld:
 
     def _drain(self, effect: StartDrain) -> None:
         self.when_all(_hashable(effect.events), lambda: self.board.released(effect.job))
+
+    def _open(self, effect: StartOpen) -> None:
+        well = self.rng.random() >= self.faults.fail
+
+        def end() -> None:
+            if well:
+                self.ready_host_pages = effect.first_page + effect.pages
+            self.board.done(effect.job, Phase.RUN, encode_result(effect.pages * well))
+            self.board.released(effect.job)
+
+        self.at(self.delay_ms(60), end)
+
+    def _ready(self, job: Hashable, slots: list[int]) -> list[int]:
+        for page, slot in enumerate(slots):
+            if slot >= self.ready_host_pages:
+                self.violate("open", job, "a host slot whose memory is not ready", page)
+        return slots
 
     def _start_after(self, events: tuple[object, ...], mover: Mover) -> None:
         self.when_all(_hashable(events), lambda: self.at(self.delay_ms(2), mover.start))

@@ -13,6 +13,7 @@ import pytest
 from hicache_actors.core import Core, CoreLease
 from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.jobs import Job
+from hicache_actors.core.opening import OpenJob
 from hicache_actors.core.words import HOST, SLOT_BYTES, Phase
 from hicache_actors.ranks import Agreed, Board, Round, RoundVector, WireMap
 from hicache_actors.testing.twin_options import TwinOptions
@@ -25,13 +26,14 @@ def caught(
     kinds: set[str],
     *,
     lag: int = 1,
+    host_chunk_pages: int = 0,
     make_vector: Callable[[TwinRank], RoundVector] | None = None,
     attach: Callable[[TwinRank], None] | None = None,
 ) -> None:
     """The break is found within `SEEDS` seeds, and as what it is."""
     found: list[str] = []
     for seed in range(SEEDS):
-        options = TwinOptions(seed=seed, lag=lag, check_every=10**9)
+        options = TwinOptions(seed=seed, lag=lag, host_chunk_pages=host_chunk_pages, check_every=10**9)
         try:
             run_twins(options, make_vector=make_vector, attach=attach)
         except TwinFailure as failure:
@@ -149,6 +151,23 @@ def drain_only_what_is_open_here(rank: TwinRank) -> None:
     plant(leases, "release", look_first)
 
 
+def open_at_once(rank: TwinRank) -> None:
+    pool = rank.core.state.pools[HOST]
+    pool.open_more(pool.closed)
+
+
+def open_at_the_local_end(rank: TwinRank) -> None:
+    done, core = rank.board.done, rank.core
+
+    def open_here(job: int, phase: Phase, value: int) -> None:
+        opening = core.state.jobs.open.get(job)
+        if isinstance(opening, OpenJob):
+            opening.opening.settle(opening, opening.pages)
+        done(job, phase, value)
+
+    plant(rank.board, "done", open_here)
+
+
 def plant(target: object, name: str, replacement: Callable[..., None]) -> None:
     setattr(target, name, replacement)
 
@@ -176,6 +195,14 @@ def test_limbo_freed_at_result() -> None:
 
 def test_a_drain_that_depends_on_what_has_fired_here() -> None:
     caught({"diverged"}, attach=drain_only_what_is_open_here)
+
+
+def test_memory_opened_before_all_ranks_have_it() -> None:
+    caught({"wrong bytes"}, host_chunk_pages=12, attach=open_at_once)
+
+
+def test_memory_opened_when_this_rank_has_it() -> None:
+    caught({"diverged"}, host_chunk_pages=12, attach=open_at_the_local_end)
 
 
 def test_released_bits_packed_into_a_mask() -> None:

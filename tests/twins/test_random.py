@@ -77,6 +77,19 @@ def test_a_rank_whose_movers_die(first: int, lag: int) -> None:
     assert degraded > CHUNK // 2, "a rank that has died with work open takes all ranks with it"
 
 
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_host_pool_that_opens_in_chunks(lag: int) -> None:
+    """Its memory is ready on one rank long before it is on the other, or never is."""
+    closed = Counter[bool]()
+    for seed in range(12):
+        options = TwinOptions(seed=seed, lag=lag, host_chunk_pages=12, check_every=4, faults=Faults(fail=0.05))
+        twins = run_twins(options)
+        assert twins.ranks[0].script.stats["emitted"]
+        closed[twins.ranks[0].core.usage().host.closed_pages > 0] += 1
+    assert len(closed) == 2, "some pools open whole, some do not"
+    assert run(TwinOptions(auto=True, host_chunk_pages=12)).core.usage().host.closed_pages == 0
+
+
 @pytest.mark.parametrize("write_policy", SWITCHED_POLICIES)
 @pytest.mark.parametrize("lag", [1, 2])
 def test_each_write_policy_on_small_pools(write_policy: WritePolicy, lag: int) -> None:
