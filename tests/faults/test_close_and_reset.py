@@ -87,7 +87,9 @@ def test_closing_at_a_random_moment(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @MANY_SEEDS
-def test_what_is_cancelled_again_while_it_closes_closes_all_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cancelled_again_while_it_closes_closes_all_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Natively, which no shielded scope keeps out: a server that is told to stop twice."""
 
     async def main() -> None:

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from hicache_actors.cache.arguments import check_rid
 from hicache_actors.cache.api import HiCache
+from hicache_actors.cache.arguments import check_rid
 from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.integrations.serving.generation import Generation, Stream
 from hicache_actors.integrations.serving.model import ServedModel
