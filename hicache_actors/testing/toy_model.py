@@ -1,7 +1,8 @@
 """A model without weights whose KV can be checked: every row follows from all tokens before it, so wrong bytes cannot hide.
 
-Row t of layer l holds a digest of tokens [0, t] and (l, K or V).  `ToyModel.forward` reads what it reuses, layer by layer as an
-engine does, compares it with what must stand there, and writes the rest; the token that it emits depends on what it *read*.
+Row t of head h of layer l holds a digest of tokens [0, t] and (l, h, K or V).  `ToyModel.forward` reads what it reuses, layer by
+layer as an engine does, compares it with what must stand there, and writes the rest; the token that it emits depends on what it
+*read*.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class WrongBytes(AssertionError):
 class ToyModel:
     """Works on any `KVTensors` with a 2-byte or 4-byte element; stateless, so any thread may run it.
 
-    ``weights``: a number that every row follows from as well.
+    ``weights``: a number that every row follows from as well.  ``first_layer``, ``first_head``: where the part that this rank holds
+    begins in a model that several share; each part emits tokens of its own.
     """
 
-    def __init__(self, kv: KVTensors, *, wait_s: float = 10.0, weights: int = 0) -> None:
+    def __init__(
+        self, kv: KVTensors, *, wait_s: float = 10.0, weights: int = 0, first_layer: int = 0, first_head: int = 0
+    ) -> None:
         self.kv, self.wait_s, self.weights = kv, wait_s, weights
+        self.first_layer, self.first_head = first_layer, first_head
 
     def forward(self, prompt: Prompt, pages: Sequence[int], start: int, end: int, load: LayerLoad | None = None) -> int:
         """Compute tokens [start, end) of ``prompt`` on top of the reused [0, start) -> the next token.
@@ -53,7 +58,7 @@ class ToyModel:
             if load is not None and not load.wait(layer, self.wait_s):
                 raise TransferError(f"layer {layer} did not come")
             for kind, tensor in enumerate(self.kv.layer(layer)):
-                wanted = self._rows(digests, layer, kind, tensor)
+                wanted = self._rows(digests, self.first_layer + layer, kind, tensor)
                 found = tensor[pages_of[:start], rows[:start]]
                 wrong = (found != wanted[:start]).flatten(1).any(1).nonzero().flatten()
                 if wrong.numel():
@@ -65,8 +70,10 @@ class ToyModel:
     def _rows(self, digests: NDArray[np.uint64], layer: int, kind: int, like: torch.Tensor) -> torch.Tensor:
         # Whole numbers below 128 are exact in every dtype that a cache holds.
         values = (digests * np.uint64(2 * layer + kind + 3) >> np.uint64(40)) % np.uint64(127)
-        rows = torch.from_numpy(values.astype(np.int64)).to(like.device, like.dtype)
-        return rows[:, None, None].expand(-1, like.shape[2], like.shape[3])
+        heads = np.arange(self.first_head, self.first_head + like.shape[2], dtype=np.uint64) * np.uint64(5)
+        by_head = (values[:, None] + heads) % np.uint64(127)
+        rows = torch.from_numpy(by_head.astype(np.int64)).to(like.device, like.dtype)
+        return rows[:, :, None].expand(-1, -1, like.shape[3])
 
 
 def _prefix_digests(prompt: Prompt, end: int, weights: int) -> NDArray[np.uint64]:
