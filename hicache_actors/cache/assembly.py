@@ -76,7 +76,7 @@ class Parts:
         self.loop_lag = LoopLag()
         self._watchers: list[Job] = []
         self._listener: Listener | None = None
-        self.workers = Workers("hash", 2)
+        self.workers = Workers("hash", 2, max_lost=None)  # computations: they end, and others wait for that
         self.forward_workers = Workers("forward", 4, max_lost=None)
         self.host_tier = HostTier(memory)
         self.device_tier = DeviceTier(device, kv, memory, self._device_lost)

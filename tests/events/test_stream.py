@@ -236,6 +236,22 @@ async def test_an_engine_thread_is_heard_on_the_loop() -> None:
         assert len(directory.pages["device"]) == 6
 
 
+async def test_hashing_that_nobody_waits_for_any_more_ends_no_subscription() -> None:
+    """Fetches that miss their deadline while they are hashed leave that behind, in the threads that make the events too."""
+    ended = threading.Event()
+    async with open_small() as small:
+        cache, directory = small.cache, Directory()
+        events = cache.events()
+        await follow(events, directory, cache)
+        for _ in range(8):
+            with anyio.move_on_after(0.01):
+                await cache._parts.workers.run(ended.wait)
+        await small.engine.answer(prompt(4))
+        ended.set()
+        await follow(events, directory, cache)
+        assert directory.leading(prompt(4).page_hashes(PAGE_SIZE, 4), "device") == 4
+
+
 async def test_a_queue_has_room() -> None:
     async with open_small() as small:
         with pytest.raises(UsageError):
