@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 # example -> (arguments, a text that its output must hold)
 EXAMPLES: dict[str, tuple[list[str], str]] = {
     "custom_tier.py": (["--prompts", "4"], "mirrored 54 of 54 pages"),
+    "http_server.py": (["--demo"], "OK: prefixes were reused, and who left cost nothing more"),
     "quickstart.py": (["--prompt-tokens", "200"], "reused tokens with wrong bytes: 0"),
     "restart_warm.py": (["--prompts", "3"], "every byte as it was"),
     "serve_chat.py": (
