@@ -11,7 +11,8 @@ A page that differs need not be wrong: its bytes also depend on where the prefil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -191,15 +192,20 @@ class ShadowAdmission(Admission):
         self._shadow = shadow
 
     def lease(self, core: Core) -> Lease:
-        blank = core.lease(self.prompt, self.rid, self.priority, blank=True)
-        cached = core.lease(self.prompt, cached_rid(self.rid), self.priority, used_tokens=self.used_tokens)
-        return ShadowLease(self.inside, blank, cached, self.prompt, self._shadow)
+        with self._beside_a_blank(core) as rid:
+            cached = core.lease(self.prompt, rid, self.priority, used_tokens=self.used_tokens)
+        return ShadowLease(self.inside, self._blank, cached, self.prompt, self._shadow)
 
     def ask(self, core: Core, deadline_s: float | None) -> int:
+        with self._beside_a_blank(core) as rid:
+            return core.acquire(self.prompt, rid, deadline_s, self.priority, used_tokens=self.used_tokens)
+
+    @contextmanager
+    def _beside_a_blank(self, core: Core) -> Iterator[str]:
+        """The engine's lease, and the name for the other one; there is no first without the second."""
         self._blank = core.lease(self.prompt, self.rid, self.priority, blank=True, room=self.room)
         try:
-            rid, used_tokens = cached_rid(self.rid), self.used_tokens
-            return core.acquire(self.prompt, rid, deadline_s, self.priority, used_tokens=used_tokens)
+            yield cached_rid(self.rid)
         except HiCacheError:
             core.release(self._blank)
             raise

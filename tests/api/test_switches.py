@@ -22,7 +22,7 @@ from hicache_actors.backends.wrappers import Hanging
 from hicache_actors.cache.shadow_mode import ShadowSnapshot
 from hicache_actors.cache.switches import DISABLED_VARIABLE, why_disabled
 from hicache_actors.core.words import Match, Shortfall
-from hicache_actors.errors import ConfigError, TransferError
+from hicache_actors.errors import ConfigError, TransferError, UsageError
 from hicache_actors.testing.engines import Answer, NoRoom, StepEngine
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import SHAPE, Small, evict_device, open_small, prompt, small_config
@@ -288,6 +288,15 @@ async def test_a_step_engine_in_shadow_mode() -> None:
         assert at is not None
         assert at.different_pages == 0
         assert at.equal_pages == 2 * 3 * 5
+
+
+async def test_a_request_that_is_refused_its_second_lease_keeps_no_first() -> None:
+    async with open_small(config=shadow()) as small:
+        other = small.cache.lease(prompt(2), "r (cached)")  # as the shadow would call it
+        with pytest.raises(UsageError, match="lease"):
+            small.cache.lease(prompt(2), "r")
+        other.release()
+        small.cache.lease(prompt(2), "r").release()
 
 
 async def test_a_disabled_cache_has_no_shadow() -> None:
