@@ -127,7 +127,7 @@ class Parts:
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""
         limit_s = self.config.close_timeout_s
-        self.memory.stop_touching()
+        self.host_tier.stop_opening()
         self.events.close()
         for watcher in self._watchers:
             watcher.cancel()

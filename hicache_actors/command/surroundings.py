@@ -209,6 +209,15 @@ def memory(
                 "set vm.overcommit_memory to 0",
             )
         )
+    huge_pages = _chosen(_word(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    if huge_pages == "never":
+        findings.append(
+            note(
+                "transparent huge pages are off: host memory is touched, and registered with a GPU, 4 KiB at a time, which takes "
+                "several times as long",
+                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            )
+        )
     facts = {
         "total_bytes": limit.total_bytes,
         "available_bytes": limit.available_bytes,
@@ -218,7 +227,7 @@ def memory(
         "ranks_from": ranks_from,
         "reserve_bytes": account.reserve_bytes(reserve_gb),
         "share_bytes": share_bytes,
-        "huge_pages": _chosen(_word(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages": huge_pages,
         "overcommit": overcommit,
     }
     return Section("memory", facts, tuple(findings))

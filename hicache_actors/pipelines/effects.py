@@ -115,7 +115,8 @@ class Pipelines:
                 future.exception()  # a caller that is being cancelled does not ask for it any more
 
     def stop_waits(self) -> None:
-        """Locally: each fetch ends between batches with what it has, and no store is opened any more."""
+        """Locally: each fetch ends between batches with what it has, and neither stores nor host memory are opened any more."""
+        self._movers.host.stop_opening()
         for job in list(self._jobs.values()):
             job.stop()
 

@@ -11,7 +11,7 @@ import msgspec
 
 from hicache_actors.core.words import Slots, unpack_slots
 from hicache_actors.cuda_ext.device import Device
-from hicache_actors.errors import ConfigError, TransferError
+from hicache_actors.errors import ConfigError, StoppedError, TransferError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.runtime import Actor, Ask, handles
 
@@ -46,6 +46,7 @@ class HostTier(Actor):
         super().__init__("host")
         self.memory = memory
         self._reserved = 0
+        self._stopping = False
 
     def objects(self, slots: Slots) -> list[memoryview]:
         """Header and payload of each object of each slot, writable; the caller holds the slots."""
@@ -60,6 +61,8 @@ class HostTier(Actor):
         whole = pages == range(memory.slots)
         try:
             memory.wait_touched(pages)
+            if self._stopping:
+                raise StoppedError("the cache is closing")
             device.register(*memory.extent(None if whole else pages), step_bytes=memory.layout.slot_bytes)
         except (OSError, TransferError) as error:
             raise ConfigError(
@@ -69,6 +72,11 @@ class HostTier(Actor):
                 f"{error}",
                 fix="lower host.pages or host.size_gb, or raise the limit on locked memory (ulimit -l)",
             ) from error
+
+    def stop_opening(self) -> None:
+        """The cache is closing: what has not been made ready stays as it is."""
+        self._stopping = True
+        self.memory.stop_touching()
 
     def usage(self) -> HostSnapshot:
         layout = self.memory.layout

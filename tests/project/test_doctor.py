@@ -210,6 +210,13 @@ def test_limits_are_shown_with_their_source(tmp_path: Path) -> None:
     assert "vm.overcommit_memory is 2" in texts(section, "note")[0]
 
 
+def test_huge_pages_that_are_off_are_worth_a_note(tmp_path: Path) -> None:
+    (tmp_path / "sys/kernel/mm/transparent_hugepage").mkdir(parents=True)
+    (tmp_path / "sys/kernel/mm/transparent_hugepage/enabled").write_text("always madvise [never]\n")
+    (text,) = texts(memory(LIMIT, variables={}, root=tmp_path), "note")
+    assert text.startswith("transparent huge pages are off")
+
+
 def test_no_room_is_a_problem(tmp_path: Path) -> None:
     (text,) = texts(memory(MemoryLimit(4 * GIB, GIB // 2), variables={}, root=tmp_path))
     assert text.startswith("nothing is left for a host pool")
