@@ -399,8 +399,8 @@ def test_urls_that_can() -> None:
     assert FilesOptions.parse("nixl:///nvme/kv/") == ("/nvme/kv", "uring", False)
     assert bucket_options("nixl://kv-pages") == ("kv-pages", "", None, None, False)
     given = bucket_options("nixl://kv-pages/a/b?endpoint=https://store&region=eu")
-    assert given == ("kv-pages", "a/b/", "https://store", "eu", True)
     assert given.address == ("store", 443)
+    assert given == ("kv-pages", "a/b/", "https://store", "eu", True)
 
 
 def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
