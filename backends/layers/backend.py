@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.layers.judging import read_judged
 from hicache_actors.backends.layers.layer import Layer
 from hicache_actors.backends.layers.options import LayerOptions
+from hicache_actors.backends.objects import Expected, Verdict, seal_many
 from hicache_actors.errors import BackendError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
+
+T = TypeVar("T")
 
 _TURNS: Final = 8  #: of `exists`, from one store to another: a prefix that is scattered more finely ends there
 
@@ -23,8 +27,13 @@ class LayeredBackend(Backend):
     """Reads ask the first store that has an object; writes go where ``write`` says; what a farther store had is promoted.
 
     A store that fails or hangs costs what only it has: the others go on, and it is left alone for a while (see `Layer`).  A write
-    is acknowledged when one of the stores that it goes to has the object.  What is removed, or bad, is removed from all of them.
+    is acknowledged when one of the stores that it goes to has the object.  What is removed is removed from all of them.
+
+    Objects are verified store by store: one that is bad is put away where it is bad, and the next store is asked.  So what is
+    promoted is whole, and takes the place of what was not.
     """
+
+    checks = True
 
     def __init__(self, url: str, workers: Workers, *, open_one: Callable[[str, Workers], Backend]) -> None:
         self.url = url
@@ -34,6 +43,10 @@ class LayeredBackend(Backend):
             for at, one in enumerate(self.options.urls)
         ]
         self.scope = self._layers[-1].backend.scope
+        self._workers = workers
+        self._targets = {"all": self._layers, "nearest": self._layers[:1], "farthest": self._layers[-1:]}[
+            self.options.write
+        ]
         self._promotions: dict[asyncio.Task[None], frozenset[str]] = {}
         self._removed: dict[str, int] = {}  # while reads or promotions are under way: key to the number of its removal
         self._removals = self._reads = 0
@@ -79,43 +92,90 @@ class LayeredBackend(Backend):
         return here
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        return [verdict is Verdict.OK for verdict in await self._read(keys, buffers, None)]
+
+    async def read_checked(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Verdict | None]:
+        return await self._read(keys, buffers, expected)
+
+    async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """Of the nearest copy of each; nothing is promoted."""
+        found, answered = [False] * len(keys), not keys
+        for layer in self._layers:
+            left = [at for at, here in enumerate(found) if not here]
+            if not left:
+                break
+            some_keys, some_buffers = [keys[at] for at in left], [buffers[at] for at in left]
+            answer = await layer.ask("read", partial(layer.backend.peek, some_keys, some_buffers))
+            answered |= answer is not None
+            for at, here in zip(left, answer or [False] * len(left), strict=True):
+                found[at] = here
+        self._raise_unless(answered, "read")
+        return found
+
+    async def _read(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+    ) -> list[Verdict | None]:
         self._reads += 1
         try:
-            return await self._read(keys, buffers, self._removals)
+            return await self._read_on(keys, buffers, expected, self._removals)
         finally:
             self._reads -= 1
             self._forget_removals()
 
-    async def _read(self, keys: Sequence[str], buffers: Sequence[memoryview], removals: int) -> list[bool]:
-        found, missing, answered = [False] * len(keys), list(range(len(keys))), not keys
+    async def _read_on(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None, removals: int
+    ) -> list[Verdict | None]:
+        verdicts: list[Verdict | None] = [None] * len(keys)
+        missing, answered = list(range(len(keys))), not keys
         for depth, layer in enumerate(self._layers):
             if not missing:
                 break
             some_keys, some_buffers = [keys[at] for at in missing], [buffers[at] for at in missing]
-            answer = await layer.ask("read", partial(layer.backend.read, some_keys, some_buffers))
+            ask = partial(read_judged, layer.backend, self._workers, some_keys, some_buffers, expected, tuple(missing))
+            answer = await layer.ask("read", ask)
             if answer is None:
                 continue
             answered = True
-            hits = [at for at, here in zip(missing, answer, strict=True) if here]
-            for at in hits:
-                found[at] = True
+            judged = dict(zip(missing, answer, strict=True))
+            verdicts = [judged.get(at) or verdict for at, verdict in enumerate(verdicts)]
+            hits = [at for at, verdict in judged.items() if verdict is Verdict.OK]
             layer.counts["hits"] += len(hits)
+            for at, verdict in judged.items():
+                if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
+                    layer.counts["bad"] += 1
+                    await layer.ask("quarantine", partial(layer.backend.quarantine, keys[at]))
             if depth and hits:
                 # What somebody has removed meanwhile must not come back.
                 kept = [at for at in hits if self._removed.get(keys[at], 0) <= removals]
                 self._promote(depth, [keys[at] for at in kept], [buffers[at] for at in kept])
-            missing = [at for at, here in zip(missing, answer, strict=True) if not here]
+            missing = [at for at, verdict in judged.items() if verdict is not Verdict.OK]
         self._counts["misses"] += len(missing)
         self._raise_unless(answered, "read")
-        return found
+        return verdicts
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
-        targets = {"all": self._layers, "nearest": self._layers[:1], "farthest": self._layers[-1:]}[self.options.write]
+        calls = [partial(layer.backend.write, keys, buffers) for layer in self._targets]
+        return await self._write(keys, calls)
+
+    async def write_sealed(
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
+    ) -> list[Stored]:
+        if len(self._targets) == 1 and self._targets[0].backend.checks:
+            return await self._write(keys, [partial(self._targets[0].backend.write_sealed, keys, buffers, expected)])
+        await self._workers.run(seal_many, buffers, *expected[:3])  # once, before anybody reads the buffers
+        return await self.write(keys, buffers)
+
+    async def _write(
+        self, keys: Sequence[str], calls: Sequence[Callable[[], Awaitable[Sequence[Stored]]]]
+    ) -> list[Stored]:
+        """``calls``: of each store that shall have it."""
         answers = await asyncio.gather(
-            *(layer.ask("write", partial(layer.backend.write, keys, buffers)) for layer in targets)
+            *(layer.ask("write", call) for layer, call in zip(self._targets, calls, strict=True))
         )
         outcomes = [Stored.FAILED] * len(keys)
-        for layer, answer in zip(targets, answers, strict=True):
+        for layer, answer in zip(self._targets, answers, strict=True):
             if answer is None:
                 continue
             layer.counts["written"] += list(answer).count(Stored.WRITTEN)
@@ -126,11 +186,11 @@ class LayeredBackend(Backend):
 
     async def delete(self, keys: Sequence[str]) -> int:
         await self._stop_promoting(keys)
-        return max(await asyncio.gather(*(layer.backend.delete(keys) for layer in self._layers)))
+        return max(await _all(layer.backend.delete(keys) for layer in self._layers))
 
     async def quarantine(self, key: str) -> bool:
         await self._stop_promoting([key])
-        removed = await asyncio.gather(*(layer.backend.quarantine(key) for layer in self._layers))
+        removed = await _all(layer.backend.quarantine(key) for layer in self._layers)
         self._counts["quarantined"] += any(removed)
         return any(removed)
 
@@ -204,6 +264,15 @@ class LayeredBackend(Backend):
     def _raise_unless(self, answered: bool, what: str) -> None:
         if not answered:
             raise BackendError(f"{what}: none of the stores answers")
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Of every store, also when one fails; then its error."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 _RANK: Final = (Stored.FAILED, Stored.PRESENT, Stored.WRITTEN)

@@ -15,6 +15,7 @@ from anyio.lowlevel import checkpoint
 from hicache_actors.backends import Backend, Hanging, MemoryBackend, Stored, open_backend
 from hicache_actors.backends.layers import LayeredBackend
 from hicache_actors.backends.layers.layer import Layer
+from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict, seal_many
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract, content, room
@@ -142,6 +143,101 @@ async def test_writes_go_where_they_shall(workers: Workers, write: str, near: in
     await two.both.read(keys, room(3, 100))
     assert await two.near.exists(keys) == near, "nothing is promoted"
     assert await two.both.write(keys, data) == [Stored.PRESENT] * 3
+
+
+EXPECTED = Expected(b"n" * 16, [bytes([page + 1]) * 32 for page in range(3)], (7, 8))
+"""Of six objects: two of each page."""
+
+
+def sealed() -> tuple[list[str], list[memoryview]]:
+    keys = [f"k{at}" for at in range(6)]
+    data = [memoryview(bytearray(HEADER_BYTES) + content(key, 500)) for key in keys]
+    seal_many(data, *EXPECTED[:3])
+    return keys, data
+
+
+def spoilt(data: memoryview) -> memoryview:
+    bad = bytearray(data)
+    bad[-1] ^= 1
+    return memoryview(bad)
+
+
+@pytest.mark.parametrize("near_checks", [False, True])
+async def test_a_bad_copy_that_is_near_is_put_away_and_the_good_one_is_read_and_takes_its_place(
+    workers: Workers, near_checks: bool, tmp_path: Path
+) -> None:
+    near = open_backend(f"file://{tmp_path}", workers) if near_checks else MemoryBackend()
+    two = Two(workers, near=near)
+    await near.open()
+    keys, data = sealed()
+    await two.far.write(keys, data)
+    await near.write(keys[:4], [data[0], spoilt(data[1]), data[2], spoilt(data[3])])
+    await two.far.delete(["k3"])
+    back = room(6, len(data[0]))
+    verdicts = await two.both.read_checked(keys, back, EXPECTED)
+    assert verdicts == [Verdict.OK, Verdict.OK, Verdict.OK, Verdict.CORRUPT, Verdict.OK, Verdict.OK]
+    assert [back[at] for at in (0, 1, 2, 4, 5)] == [data[at] for at in (0, 1, 2, 4, 5)]
+    await promoted(two.both)
+    again = room(6, len(data[0]))
+    assert await near.read(keys, again) == [True, True, True, False, True, True]
+    assert again[1] == data[1]
+    assert two.both.stats()["0:memory.bad"] == 2
+    await near.close()
+
+
+async def test_one_of_another_version_is_no_reason_to_remove_it(workers: Workers) -> None:
+    two = Two(workers)
+    keys, data = sealed()
+    other = [memoryview(bytearray(each)) for each in data]
+    seal_many(other, b"o" * 16, *EXPECTED[1:3])
+    await two.near.write(keys, other)
+    await two.far.write(keys[:5], data[:5])
+    assert await two.both.read_checked(keys, room(6, len(data[0])), EXPECTED) == [Verdict.OK] * 5 + [Verdict.FOREIGN]
+    await promoted(two.both)
+    back = room(6, len(data[0]))
+    assert await two.near.read(keys, back) == [True] * 6
+    assert back == other
+
+
+@pytest.mark.parametrize("write", ["all", "farthest"])
+async def test_what_is_written_unsealed_is_sealed_once_for_all(workers: Workers, write: str, tmp_path: Path) -> None:
+    far = open_backend(f"file://{tmp_path}", workers)
+    two = Two(workers, f"write={write}", far=far)
+    await far.open()
+    keys, right = sealed()
+    data = [memoryview(bytearray(HEADER_BYTES) + bytes(each[HEADER_BYTES:])) for each in right]
+    assert await two.both.write_sealed(keys, data, EXPECTED) == [Stored.WRITTEN] * 6
+    for store in (two.near, far)[write == "farthest" :]:
+        back = room(6, len(right[0]))
+        assert await store.read(keys, back) == [True] * 6
+        assert back == right
+    await far.close()
+
+
+async def test_looking_after_objects_promotes_nothing(workers: Workers) -> None:
+    two = Two(workers)
+    keys, data = objects(3)
+    await two.far.write(keys, data)
+    await two.near.write(keys[1:2], data[1:2])
+    back = room(4, 100)
+    assert await two.both.peek([*keys, "absent"], back) == [True] * 3 + [False]
+    assert back[:3] == data
+    await promoted(two.both)
+    assert await two.near.exists(["k0"]) == 0
+
+
+async def test_one_store_that_fails_does_not_keep_the_others_from_removing(workers: Workers) -> None:
+    class Stuck(MemoryBackend):
+        async def delete(self, keys: object) -> NoReturn:
+            raise BackendError("planted")
+
+    two = Two(workers, near=Stuck())
+    keys, data = objects(2)
+    await two.far.write(keys, data)
+    for remove in (two.both.delete(["k0"]), two.both.quarantine("k1")):
+        with pytest.raises(BackendError, match="planted"):
+            await remove
+    assert await two.far.exists(["k1"]) == await two.far.exists(["k0"]) == 0
 
 
 async def test_what_is_bad_goes_from_all(workers: Workers) -> None:
