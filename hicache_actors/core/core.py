@@ -95,7 +95,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         waiting = self._waiting
         if waiting.acquires:
             waiting.on_apply()
-        self._rooms.on_apply()
+        if self._rooms.waits:
+            self._rooms.on_apply()
         for job_id, phase, value in sorted(values) if values else ():
             job = state.jobs.open.get(job_id)
             if job is None or job.phase is not phase or phase is Phase.LIMBO:
@@ -129,7 +130,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         """Open the jobs that this section has wished for, answer waiters.  `take_effects` calls it."""
         if self._waiting.acquires:
             self._waiting.settle_acquires()
-        self._rooms.grant()
+        if self._rooms.waits:
+            self._rooms.grant()
         if self._waiting.stores:
             self._waiting.ask_stored()
         self._saving.end_section()
@@ -159,11 +161,11 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
 
     @property
     def needs_step(self) -> bool:
-        """Rounds must go on: a job is open, something is still to be named, or somebody waits for what only the agreed clock
-        brings: a retry, a deadline.  Replicated.
+        """Rounds must go on: a job is open, or one that grows the host pool is to be, something is still to be named, or somebody
+        waits for what only the agreed clock brings: a retry, a deadline.  Replicated.
         """
         clock = self._waiting.needs_clock or self._rooms.needs_clock
-        return bool(self.state.jobs.open) or clock or self._blocks.needs_step
+        return bool(self.state.jobs.open) or clock or self._blocks.needs_step or self._opening.idle
 
     @property
     def next_due_ms(self) -> int | None:

@@ -37,6 +37,7 @@ def test_chunks_open_one_after_the_other() -> None:
     core = new_core()
     assert (core.usage().host.free_pages, core.usage().host.closed_pages) == (4, 6)
     assert core.next_due_ms == 0, "the first apply is asked for"
+    assert core.needs_step
     assert applied(core) == [StartOpen(1, 4, 4)]
     assert core.next_due_ms is None
     assert core.needs_step
