@@ -364,7 +364,7 @@ async def test_a_server_that_is_killed_or_frozen_costs_errors_and_keeps_what_it_
         with anyio.fail_after(_ENDS_S):
             while found != [True] * 4:  # its volumes register by and by
                 try:
-                    found = await (await bucket(server, workers, backend.options.prefix)).read(keys, again)
+                    found = await (await bucket(server, workers, backend.bucket.prefix)).read(keys, again)
                 except (BackendError, ConfigError):
                     await anyio.sleep(0.1)
         assert again == data
