@@ -229,7 +229,8 @@ class Lease:
     def commit(self, n_tokens: int, *, after: Event | None = None) -> Committed:
         """Tokens [0, ``n_tokens``) are computed, or will be once ``after`` has fired: publish their whole pages.
 
-        ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.
+        ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.  If ``after`` ends with an
+        error, nothing of the pages is saved, and they leave the device when they should have been.
         """
         inside, lease, n_tokens = self._inside, self._lease, arguments.tokens("n_tokens", n_tokens)
         if after is not None:

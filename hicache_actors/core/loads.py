@@ -17,7 +17,6 @@ from hicache_actors.core.words import (
     HOST,
     READY,
     SLOT_BYTES,
-    Failure,
     LoadResult,
     Phase,
     Settled,
@@ -114,12 +113,7 @@ class Loads:
             state.count("bad_sources")
             if top.tag:
                 pins.lose(HOST, tree.subtree(top))
-        by_pin = {lease.pin.uid: lease for lease in state.leases.values()}
-        for pin, _ in shrunk:
-            lease = by_pin.get(pin.uid)
-            if lease is not None:
-                failure: Failure = "load_failed" if lease.usable_tokens > lost * state.page else "twin_failed"
-                lease.fail(failure, lost)
+        state.lose_pages(shrunk, lost)
 
     def _save_below(self, top: Node) -> None:
         """Pages that were unproven until now, below any page that was loaded: the write policy runs over them."""

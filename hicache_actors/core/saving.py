@@ -85,12 +85,20 @@ class WriteBackJob(_SavingJob):
         super().__init__(saving)
         self.targets: list[Slots] = []
         self.events: dict[int, object] = {}
+        self.computed = True
 
     def effect(self) -> StartWriteBack:
         return StartWriteBack(self.id, b"".join(self.sources), b"".join(self.targets), tuple(self.events.values()))
 
+    def on_result(self, pages: int, sound: bool) -> None:
+        """Not ``sound``: a forward has failed that should have computed some of the pages, so none is trusted that is not saved."""
+        self.computed = sound
+        super().on_result(pages, sound)
+
     def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
         self.saving.written(part, good, bad)
+        if bad and not self.computed:
+            self.saving.not_computed(bad)
 
     def on_released(self) -> None:
         self.saving.in_flight_pages -= sum(part.pages for part in self.ranges)
@@ -250,6 +258,13 @@ class Saving:
         if good and state.storage and self.ahead.stores_at_once:
             self.want_stored(good[-1], part.tokens)
         self.ahead.written(good)
+
+    def not_computed(self, nodes: list[Node]) -> None:
+        """Nobody has written the pages of ``nodes``, a path: they leave the device, with all that hangs below."""
+        state, tree = self.state, self.state.tree
+        lost = tree.start(nodes[0])
+        state.count("uncomputed_pages", nodes[-1].end - lost)
+        state.lose_pages(state.pins.lose(DEVICE, tree.subtree(nodes[0])), lost)
 
     # -- host to storage ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import enum
 import struct
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_actors.core.config import CoreConfig
@@ -13,7 +14,7 @@ from hicache_actors.core.evictions import Cause, Evictions
 from hicache_actors.core.jobs import Job, Jobs
 from hicache_actors.core.news import News
 from hicache_actors.core.node import PLACES, TIERS, Node
-from hicache_actors.core.pins import Pins
+from hicache_actors.core.pins import Pin, Pins
 from hicache_actors.core.policies import Policies
 from hicache_actors.core.pool import Pool
 from hicache_actors.core.reservation import CoreRoom
@@ -140,6 +141,14 @@ class State:
         """Raises `UsageError` where the engine owns its blocks: no lease is to be had there."""
         if self.engine_owned:
             raise UsageError("the engine owns its blocks here: lookup, load_into, save_from and finish, no leases")
+
+    def lose_pages(self, shrunk: Iterable[tuple[Pin, int]], page: int) -> None:
+        """Pages from ``page`` on hold nothing, and have left the tree; ``shrunk``: pins that held some of them."""
+        by_pin = {lease.pin.uid: lease for lease in self.leases.values()}
+        for pin, _ in shrunk:
+            lease = by_pin.get(pin.uid)
+            if lease is not None:
+                lease.fail("load_failed" if lease.usable_tokens > page * self.page else "twin_failed", page)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------------
 

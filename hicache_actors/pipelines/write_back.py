@@ -3,7 +3,7 @@
     events (the forwards that compute the pages) -> [submit a batch] -> channel -> [await it, count] -> RESULT
 
 A copy is never submitted before the engine's events say that the pages have been computed; from then on the deadline runs.
-If an event ends with an error nothing is copied.
+If an event ends with an error nothing is copied, and RESULT says so: then the pages are of no use on the device either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCHES_IN_FLIGHT = 2  # the stream has the next one before this one ends; more 
 
 async def write_back(movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
     if await all_fired(start.events) is not None:
-        return job.result(0)  # a forward has failed: what it should have computed is not there
+        return job.result(0, sound=False)  # a forward has failed: what it should have computed is not there
     begun_s = anyio.current_time()
     movers.host.call(Reserved(start.target))
     copy = _Copy(movers, start, job)

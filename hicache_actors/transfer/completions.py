@@ -176,7 +176,7 @@ def notify(event: object, callback: Callable[[], None]) -> bool:
 
 
 async def fired(event: object) -> BaseException | None:
-    """Wait on the loop until ``event`` has fired -> the error of a ticket that failed, else None.
+    """Wait on the loop until ``event`` has fired -> the error of a ticket or future that failed, else None.
 
     Cancelling the wait touches neither the event nor the work behind it, nor anybody else who waits.  Events that cannot call
     back are polled every millisecond.  Raises `UsageError` for what is no event, `TransferError` if asking it fails.
@@ -192,11 +192,13 @@ async def fired(event: object) -> BaseException | None:
         else:
             while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
                 await asyncio.sleep(POLL_S)
+    if isinstance(event, concurrent.futures.Future):
+        return TransferError(f"{event!r} was cancelled") if event.cancelled() else event.exception()
     return event.error if isinstance(event, End | Ending) else None
 
 
 async def all_fired(events: Iterable[object]) -> BaseException | None:
-    """`fired`, one after the other -> the first error that a ticket among them ended with."""
+    """`fired`, one after the other -> the first error that one of them ended with."""
     first: BaseException | None = None
     for event in events:
         error = await fired(event)

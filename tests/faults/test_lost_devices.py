@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import anyio
 import pytest
 
@@ -83,23 +85,37 @@ def test_a_request_whose_device_is_lost_during_its_load_is_computed(seed: int | 
 
 
 @SEEDS
-def test_pages_whose_forward_failed_go_no_further(seed: int | None) -> None:
-    """The event of a commit is a ticket that ends with an error: what it should have written is not there."""
+@pytest.mark.parametrize("kind", ["ticket", "future"])
+def test_pages_whose_forward_failed_are_nobodys(seed: int | None, kind: str) -> None:
+    """The event of a commit ends with an error: what the forward should have written is not there."""
 
     async def main() -> None:
         async with open_small(backend=MemoryBackend()) as small:
-            failed = Completion()
-            async with small.cache.acquire(prompt(3, extra=0)) as lease:
-                assert not isinstance(lease.allocate(12), Shortfall)
-                lease.commit(12, after=failed)
+            failed: Completion | Future[None] = Completion() if kind == "ticket" else Future()
+            asked = prompt(3)
+            async with small.cache.acquire(asked) as lease:
+                assert not isinstance(lease.allocate(13), Shortfall)
+                lease.commit(13, after=failed)
                 lease.release(after=failed)
-            failed.finish(TransferError("the forward failed"))
-            await small.cache.pipelines.idle()
+            other = small.cache.lease(prompt(3), "other")
+            assert other.usable_tokens == 12
+            error = TransferError("the forward failed")
+            if isinstance(failed, Completion):
+                failed.finish(error)
+            else:
+                failed.set_exception(error)
+            while small.cache.pipelines.open_jobs:
+                await anyio.sleep(0.001)
+            assert other.failed is not None
+            other.release()
             usage = small.cache.core.usage()
             assert small.cache.state == "open"
             assert usage.stored_pages == 0
-            assert usage.host.owned_pages == 0
+            assert usage.host.owned_pages == usage.device.owned_pages == 0
+            assert small.cache.match(asked).device == 0
             assert small.cache.snapshot().counts["write_back_failed_pages"] == 3
+            assert small.cache.snapshot().counts["uncomputed_pages"] == 3
+            assert await request(small, asked) == reference_token(small, asked)
 
     run_checked(main, seed)
 

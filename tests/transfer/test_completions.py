@@ -78,7 +78,7 @@ async def test_every_kind_of_engine_event_is_awaited() -> None:
     assert not any(waiter.done() for waiter in waiters)
     loop.call_soon(done.finish)
     loop.call_soon(flag.set)
-    loop.call_soon(future.set_exception, ValueError("the engine's own affair"))
+    loop.call_soon(future.set_result, 7)
     loop.call_soon(setattr, asked, "over", True)
     assert [await waiter for waiter in waiters] == [None] * 4
     assert all(has_fired(event) for event in (done, flag, future, asked))
@@ -92,6 +92,18 @@ async def test_a_failed_ticket_is_returned_not_raised() -> None:
     done.finish(error)
     assert await waiter is error
     assert await fired(done) is error
+
+
+async def test_what_a_future_raises_is_returned_too() -> None:
+    failed, cancelled = concurrent.futures.Future[int](), concurrent.futures.Future[int]()
+    waiters = [asyncio.ensure_future(fired(each)) for each in (failed, cancelled)]
+    await asyncio.sleep(0)
+    error = ValueError("planted")
+    failed.set_exception(error)
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    assert await waiters[0] is error
+    assert "cancelled" in str(await waiters[1])
 
 
 async def test_what_is_no_event_is_refused() -> None:
