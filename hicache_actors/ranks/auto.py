@@ -133,13 +133,17 @@ class AutoDriver(Driver):
         if values or released or self._inbox or degrade or (due_ms is not None and due_ms <= now_ms):
             self.applies += 1
             self._enter()
-            self._apply(Agreed(now_ms, self.alive, values, released))
+            self._apply(Agreed(now_ms, self.alive, values, self._released_by_then()))
             self._leave(None)
-            # A RELEASED that came with its RESULT, or an answer that had no place in the table: the next turn's work.
+            # An answer that had no place in the table: the next turn's work.
             if any(self.board.answers(self.core.wire())):
                 self._wake()
         else:
             self._arm()
+
+    def _released_by_then(self) -> Iterator[int]:
+        """Asked for when the values have been applied: most jobs bring their RELEASED together with their RESULT."""
+        yield from self.board.answers(self.core.wire())[1]
 
     def _arm(self) -> None:
         """Keep one timer, for the earliest due time."""

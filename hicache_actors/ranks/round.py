@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -34,7 +34,7 @@ class Agreed(NamedTuple):
     now_ms: int
     alive: bool
     values: list[Value]
-    released: list[int]
+    released: Iterable[int]
 
 
 class Diverged(PeerError):

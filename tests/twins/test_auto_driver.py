@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,25 @@ def test_many_answers_are_applied_in_one_turn() -> None:
     assert rig.turn() == 1
     assert rig.core.calls == ["intent"]
     assert rig.core.applied[0].values == [(1, Phase.RUN, encode_result(3)), (2, Phase.RUN, encode_result(4))]
+
+
+class LimboCore(FakeCore):
+    """A job whose RESULT is applied is in limbo from then on, in the same apply."""
+
+    def apply(self, now_ms: int, values: Any, released: Any, *rest: Any) -> None:
+        if values:
+            self.map = FakeWire(rows=tuple(job for job, _, _ in values))
+        super().apply(now_ms, values, released, *rest)
+
+
+def test_a_result_and_the_release_behind_it_are_one_apply() -> None:
+    rig = Rig()
+    rig.core = rig.driver.core = LimboCore()
+    open_load(rig)
+    rig.board.done(1, Phase.RUN, encode_result(3))
+    rig.board.released(1)
+    assert rig.turn() == 1
+    assert rig.core.applied == [(0, [(1, Phase.RUN, encode_result(3))], [1], True)]
 
 
 def test_what_found_no_place_waits_for_the_next_turn() -> None:

@@ -37,22 +37,24 @@ class Call(Generic[T]):
         self.overdue = False  #: it has missed its deadline
         self.ended = False
         self.turn: asyncio.Future[bool] = loop.create_future()  #: whether it may begin
-        self._answer: asyncio.Future[T] = loop.create_future()
+        self.answered = False
+        self._loop, self._value = loop, otherwise
+        self._waiters: list[asyncio.Future[None]] = []
+        self._answer_callbacks: list[Callable[[T], None]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._withdraw: Callable[[], None] = lambda: None
 
     async def answer(self) -> T:
         """Cancelling this wait does not touch a call that runs; one that has not begun is withdrawn."""
-        try:
-            await asyncio.wait({self._answer})
-        except BaseException:
-            self._withdraw()
-            raise
-        return self._answer.result()
-
-    @property
-    def answered(self) -> bool:
-        return self._answer.done()
+        if not self.answered:
+            waiter = self._loop.create_future()  # one each: cancelling it harms nobody else
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except BaseException:
+                self._withdraw()
+                raise
+        return self._value
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """When it has ended; at once, if it has."""
@@ -61,8 +63,12 @@ class Call(Generic[T]):
         else:
             self._callbacks.append(callback)
 
-    def when_answered(self, callback: Callable[[], None]) -> None:
-        self._answer.add_done_callback(lambda _: callback())
+    def when_answered(self, callback: Callable[[T], None]) -> None:
+        """Call it with the answer, before any waiter runs; at once, if it is there."""
+        if self.answered:
+            callback(self._value)
+        else:
+            self._answer_callbacks.append(callback)
 
     # -- for the store -------------------------------------------------------------------------------------------------
 
@@ -71,8 +77,16 @@ class Call(Generic[T]):
 
     def settle(self, value: T) -> None:
         """Only the first answer counts."""
-        if not self._answer.done():
-            self._answer.set_result(value)
+        if self.answered:
+            return
+        self.answered, self._value = True, value
+        callbacks, self._answer_callbacks = self._answer_callbacks, []
+        for callback in callbacks:
+            callback(value)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def give_up(self) -> None:
         self.settle(self.otherwise)

@@ -125,14 +125,19 @@ class Calls:
         self._tasks.add(task)
         self.open.add(call)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            self.open.discard(call)
-            call.end()
-            if not self.open:
-                self._quiet()
+            self._end(call)  # it may have been let go before its first step
 
-        task.add_done_callback(ended)
+        task.add_done_callback(done)
+
+    def _end(self, call: Call[Any]) -> None:
+        if call not in self.open:
+            return
+        self.open.discard(call)
+        call.end()
+        if not self.open:
+            self._quiet()
 
     async def _run(self, call: Call[Any], running: Coroutine[Any, Any, None]) -> None:
         try:
@@ -143,6 +148,8 @@ class Calls:
             # A plug-in's bug is still the outside world: it must not take the cache down, but it must be seen.
             self._log.error("backend_bug", call=call.kind, exc_info=error)
             self._failed(call, error)
+        finally:
+            self._end(call)
 
     async def _perform(
         self,
