@@ -177,7 +177,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         """
         self._check_open()
         self._step_driver().begin_step(timeout_s)
-        return self.core.news
+        return self._parts.core.news
 
     async def begin_step_async(self, timeout_s: float = 5.0) -> StepNews:
         """`begin_step` for an engine that runs on the loop: never blocks it."""

@@ -98,9 +98,10 @@ class RankVerbs(Inside):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _step_driver(self) -> StepDriver:
-        if not isinstance(self.driver, StepDriver):
+        driver = self._parts.driver
+        if not isinstance(driver, StepDriver):
             raise UsageError('this cache decides by itself; steps need HiCache.open(..., driver="step")')
-        return self.driver
+        return driver
 
     def _link(self) -> RankLink:
         if self._parts.link is None:

@@ -61,7 +61,7 @@ class News:
         return bool(self.loads or self.saves or self.ended)
 
     def take(self) -> StepNews:
-        if not self:
+        if not (self.loads or self.saves or self.ended):
             return NOTHING_NEW
         news = StepNews(tuple(self.loads), tuple(self.saves), tuple(self.ended))
         self.loads.clear()

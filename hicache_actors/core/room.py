@@ -32,7 +32,7 @@ class Rooms:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._waiting: dict[int, _Wait] = {}
+        self.waits: dict[int, _Wait] = {}  #: by waiter, in order
 
     # -- waiting ------------------------------------------------------------------------------------------------------------
 
@@ -45,19 +45,19 @@ class Rooms:
             )
         pages = -(-n_tokens // state.page)
         deadline_ms = None if deadline_s is None else round(deadline_s * 1000)
-        self._waiting[waiter] = _Wait(pages, state.next_order(), deadline_ms)
+        self.waits[waiter] = _Wait(pages, state.next_order(), deadline_ms)
         state.note(Note.ROOM, waiter, pages)
 
     def on_apply(self) -> None:
         """The clock has moved.  Between applies it stands, so a deadline counts from the first one after the call."""
-        for wait in self._waiting.values():
+        for wait in self.waits.values():
             if wait.due_ms is None and wait.deadline_ms is not None:
                 wait.due_ms = self.state.now_ms + wait.deadline_ms
 
     def grant(self) -> None:
         """At the end of a section: reserve for those whose turn it is, answer those who wait in vain or have waited enough."""
         state = self.state
-        for waiter, wait in list(self._waiting.items()):
+        for waiter, wait in list(self.waits.items()):
             refused = self._refusal(wait)
             state.cause = _ROOM
             if refused is None and self._is_first(waiter) and state.evictor.device_room(wait.pages):
@@ -70,10 +70,10 @@ class Rooms:
                 self._end(waiter, wait, "rooms_late", late)
 
     def _is_first(self, waiter: int) -> bool:
-        return next(iter(self._waiting)) == waiter
+        return next(iter(self.waits)) == waiter
 
     def _end(self, waiter: int, wait: _Wait, what: str, answer: CoreRoom | Shortfall) -> None:
-        del self._waiting[waiter]
+        del self.waits[waiter]
         self.state.count(what)
         self.state.note(Note.ROOM, waiter, wait.pages, isinstance(answer, CoreRoom))
         self.state.effects.append(Wake(waiter, answer))
@@ -81,7 +81,7 @@ class Rooms:
     def leave(self, waiter: int) -> None:
         """Wait no more; what is left of a reservation is free.  Idempotent."""
         state = self.state
-        self._waiting.pop(waiter, None)
+        self.waits.pop(waiter, None)
         room = self.state.reservations.pop(waiter, None)
         if room is not None:
             state.note(Note.ROOM, waiter, room.pages, 2)
@@ -117,33 +117,33 @@ class Rooms:
         return 0 if room is None else room.pages
 
     def _must_wait(self, lease: CoreLease) -> bool:
-        if not self._waiting:
+        if not self.waits:
             return False
-        first = next(iter(self._waiting.values()))
+        first = next(iter(self.waits.values()))
         return lease.order > first.order
 
     # -- figures ------------------------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waits)
 
     @property
     def needs_clock(self) -> bool:
         """Somebody waits for a deadline, too."""
-        return any(wait.deadline_ms is not None for wait in self._waiting.values())
+        return any(wait.deadline_ms is not None for wait in self.waits.values())
 
     @property
     def next_due_ms(self) -> int | None:
         """When the first deadline is over; now, if its time has not begun."""
         due = [
             self.state.now_ms if wait.due_ms is None else wait.due_ms
-            for wait in self._waiting.values()
+            for wait in self.waits.values()
             if wait.deadline_ms is not None
         ]
         return min(due, default=None)
 
     def facts(self) -> object:
         """For the digest of the whole state."""
-        waits = [(waiter, wait.pages, wait.order, wait.due_ms) for waiter, wait in self._waiting.items()]
+        waits = [(waiter, wait.pages, wait.order, wait.due_ms) for waiter, wait in self.waits.items()]
         return waits, [(waiter, room.slots) for waiter, room in self.state.reservations.items()]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from hicache_actors.core.words import Phase, encode_result
 from hicache_actors.errors import PeerError
 from hicache_actors.ranks.board import Board, Value, WireMap
@@ -20,21 +22,29 @@ _HEADER: Final = Struct("=6q")
 _DIGEST_MASK: Final = (1 << 63) - 1  # so that the negative fits into an int64 too
 
 
-class Round(NamedTuple):
-    """One round as this rank issued it.  ``wire`` stays here: the map may have moved when the result comes back."""
+class Round(msgspec.Struct, frozen=True):
+    """One round as this rank issued it.  ``wire`` stays here: the map may have moved when the result comes back.
+
+    ``quiet``: what comes back, but for the clock, if no rank has an answer; None if this one sends some.
+    """
 
     wire: WireMap
     vector: array[int]
-    has_news: bool  #: this rank sends an answer in it
+    quiet: array[int] | None
+
+    @property
+    def has_news(self) -> bool:
+        """This rank sends an answer in it."""
+        return self.quiet is None
 
 
-class Agreed(NamedTuple):
+class Agreed(msgspec.Struct, frozen=True):
     """A reduced vector, read with the map of the round it answers."""
 
     now_ms: int
-    alive: bool
-    values: list[Value]
-    released: Iterable[int]
+    alive: bool = True
+    values: Sequence[Value] = ()
+    released: Iterable[int] = ()
 
 
 class Diverged(PeerError):
@@ -70,10 +80,9 @@ class RoundVector:
         _HEADER.pack_into(vector, 0, now_ms, state, self.version, -self.version, digest, -digest)
         has_news = board.fill(wire, vector, self.HEADER, self.HEADER + self.slots)
         if not alive:
-            has_news = True
             for at, (_, phase) in enumerate(wire.slots, self.HEADER):
                 vector[at] = 0 if phase is Phase.HIT else encode_result(0)
-        return Round(wire, vector, has_news)
+        return Round(wire, vector, None if has_news or state != _RUNNING else vector[1:])
 
     @staticmethod
     def reduce_min(vectors: Sequence[Sequence[int]]) -> array[int]:
@@ -83,7 +92,7 @@ class RoundVector:
         return array("q", map(min, zip(*vectors, strict=True)))
 
     def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
-        """Read the reduced vector of a round that this rank sent.
+        """Read the reduced vector of a round that this rank sent.  In one that is `Round.quiet` there is nothing but the clock.
 
         Raises PeerError if a rank speaks another protocol version or has taken other decisions (a dead rank is told by
         ``alive``, not by this: what it decided no longer matters).

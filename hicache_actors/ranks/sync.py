@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -49,7 +48,13 @@ class RankSync:
             under_way.popleft()
         if len(under_way) >= self.lag:
             raise UsageError(f"{self.lag} rounds are under way already: begin_step has to take the oldest first")
-        ticket = Ticket(self, self._issue(lambda: self.transport.reduce_min(sent.vector, self.deadline_s)))
+        if self.lost is not None:
+            raise PeerError(str(self.lost)) from self.lost
+        try:
+            ticket = Ticket(self, self.transport.reduce_min(sent.vector, self.deadline_s))
+        except PeerError as error:
+            raise self.lose(error) from error
+        self.collectives += 1
         self.rounds += 1
         under_way.append(ticket)
         return ticket
@@ -112,18 +117,21 @@ class Ticket:
         self.flight = flight
         self.ended = False
         self._sync = sync
-        self._until_s = time.monotonic() + sync.deadline_s
 
     def result(self, timeout_s: float) -> Sequence[int]:
-        """The reduced vector; blocks.  A round that is late is lost, and its group with it: raises `PeerError`.
+        """The reduced vector; blocks, at most ``timeout_s``, and never beyond ``deadline_s`` after the round was issued.
+
+        A round that is late is lost, and its group with it: raises `PeerError`.
 
         Once the group is lost no result is given any more, not even one that has come.
         """
         self.ended = True
         if self._sync.lost is not None:
             raise self._sync.lost
-        left_s = min(timeout_s, self._until_s - time.monotonic())
-        return self._sync._ended(self.flight, max(left_s, _LEAST_S))
+        try:
+            return self.flight.result(timeout_s)
+        except (PeerError, TimeoutError) as error:
+            raise self._sync.lose(error) from error
 
 
 async def _landed(flight: Flight[Any], timeout_s: float) -> None:

@@ -18,7 +18,7 @@ class Flight(Protocol[T_co]):
     """An operation under way.  It cannot be cancelled; it ends, with a result or an error, within its deadline."""
 
     def result(self, timeout_s: float) -> T_co:
-        """Block the calling thread until it has ended; at most ``timeout_s``.
+        """Block the calling thread until it has ended; at most ``timeout_s``, and not beyond the deadline of the operation.
 
         Raises `PeerError` (a peer is gone, or late beyond the deadline) or TimeoutError; may be called again.
         """

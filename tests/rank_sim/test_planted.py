@@ -9,6 +9,8 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.words import Phase
 from hicache_actors.ranks import Agreed, Board, Pending, Round, RoundVector, WireMap
@@ -89,7 +91,7 @@ class PackedRows(RoundVector):
         vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
         for at in range(first + 1, len(vector)):
             vector[at] = 0
-        return sent._replace(vector=vector)
+        return msgspec.structs.replace(sent, vector=vector)
 
     def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
         first = self.HEADER + self.slots
@@ -108,7 +110,8 @@ class MapOfToday(RoundVector):
     def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
         agreed = super().decode(sent, reduced, check_digest=check_digest)
         today = dict(self.rank.cache.core.wire().slots)
-        return agreed._replace(values=[(job, today.get(job, phase), value) for job, phase, value in agreed.values])
+        values = [(job, today.get(job, phase), value) for job, phase, value in agreed.values]
+        return msgspec.structs.replace(agreed, values=values)
 
 
 def test_a_skipped_round() -> None:

@@ -1,7 +1,9 @@
-"""A gloo operation is told of before it is over: what a waiter may conclude in between."""
+"""A gloo operation is told of before it is over: what a waiter may conclude in between.  And how soundly gloo sleeps."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from hicache_actors.errors import PeerError
-from hicache_actors.ranks.gloo import _Flight
+from hicache_actors.ranks.gloo import _GET_TIMERSLACK, _SLACK_NS, _Flight, _sound_sleep
 
 
 class SlowlyEnding:
@@ -45,8 +47,8 @@ class SlowlyEnding:
         return True
 
 
-def flight_of(work: Any) -> _Flight[str]:
-    return _Flight(work, lambda: "read")
+def flight_of(work: Any, deadline_s: float = 60.0) -> _Flight[str]:
+    return _Flight(work, "read", deadline_s)
 
 
 def test_what_has_been_told_of_is_not_late_however_long_its_last_moment_takes() -> None:
@@ -77,8 +79,30 @@ def test_what_has_not_ended_is_late_and_may_be_asked_again() -> None:
     assert flight.result(0.001) == "read"
 
 
+def test_the_deadline_of_the_operation_counts_from_its_start() -> None:
+    flight = flight_of(SlowlyEnding(), deadline_s=0.001)
+    with pytest.raises(TimeoutError):
+        flight.result(600.0)
+
+
 def test_a_failure_is_a_peers() -> None:
     work = SlowlyEnding(error="Connection closed by peer\nmore")
     work.end()
     with pytest.raises(PeerError, match=r"^Connection closed by peer$"):
         flight_of(work).result(1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels have no timer slack")
+def test_threads_of_gloo_may_oversleep_and_no_others() -> None:
+    def slack_ns() -> int:
+        found: int = ctypes.CDLL(None).prctl(_GET_TIMERSLACK, 0, 0, 0, 0)
+        return found
+
+    inherited: list[int] = []
+    usual_ns = slack_ns()
+    with _sound_sleep():
+        thread = threading.Thread(target=lambda: inherited.append(slack_ns()))
+        thread.start()
+        thread.join()
+    assert inherited == [_SLACK_NS]
+    assert slack_ns() == usual_ns < _SLACK_NS

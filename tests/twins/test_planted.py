@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from hicache_actors.core import Core, CoreLease
@@ -57,7 +58,7 @@ class PackedRows(RoundVector):
         vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
         for at in range(first + 1, len(vector)):
             vector[at] = 0
-        return sent._replace(vector=vector)
+        return msgspec.structs.replace(sent, vector=vector)
 
     def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
         first = self.HEADER + self.slots
@@ -77,7 +78,7 @@ class MapOfToday(RoundVector):
         agreed = super().decode(sent, reduced, check_digest=check_digest)
         today = dict(self.rank.core.wire().slots)
         values = [(job, today.get(job, phase), value) for job, phase, value in agreed.values]
-        return agreed._replace(values=values)
+        return msgspec.structs.replace(agreed, values=values)
 
 
 def reserve_in_the_pipeline(rank: TwinRank) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hicache_actors.core.words import Phase, encode_result
 from hicache_actors.errors import PeerError
-from hicache_actors.ranks import Board, RoundVector
+from hicache_actors.ranks import Agreed, Board, RoundVector
 
 from .fakes import FakeWire
 
@@ -71,9 +71,42 @@ def test_encode_reduce_decode() -> None:
     rounds = [vector.encode(WIRE, board, now, -5) for board, now in ((left, 100), (right, 90))]
     assert all(len(r.vector) == len(vector) for r in rounds)
     agreed = vector.decode(rounds[0], vector.reduce_min([r.vector for r in rounds]))
-    assert agreed == (90, True, [(3, Phase.RUN, encode_result(7))], [2])
+    assert agreed == Agreed(90, True, [(3, Phase.RUN, encode_result(7))], [2])
     assert rounds[0].has_news
     assert not vector.encode(FakeWire(), left, 0, 0).has_news
+
+
+def test_what_comes_back_when_nobody_has_news_is_known_beforehand() -> None:
+    vector = RoundVector(slots=4, rows=4)
+    boards = [board_with(1, 2, 3, 5) for _ in range(2)]
+    quiet = [vector.encode(WIRE, board, now, 7) for board, now in zip(boards, (100, 90), strict=True)]
+    reduced = vector.reduce_min([each.vector for each in quiet])
+    assert [each.quiet for each in quiet] == [reduced[1:]] * 2
+    assert vector.decode(quiet[0], reduced) == Agreed(90, True, [], [])
+    boards[1].done(5, Phase.HIT, 4)
+    news = [
+        vector.encode(WIRE, boards[1], 0, 7),
+        vector.encode(WIRE, boards[0], 0, 7, alive=False),
+        vector.encode(WIRE, boards[0], 0, 7, closing=True),
+    ]
+    assert all(each.quiet is None for each in news)
+
+
+@pytest.mark.parametrize("what", ["value", "released", "dead", "closing", "decisions", "version"])
+def test_what_only_a_peer_says_is_not_taken_for_nothing(what: str) -> None:
+    """Where MIN lets it through: a peer that is dead, closes, or differs; an answer counts once all have it."""
+    vector, peer, board = RoundVector(slots=4, rows=4), board_with(1, 2, 3, 5), board_with(1, 2, 3, 5)
+    other = RoundVector(slots=4, rows=4, version=9) if what == "version" else vector
+    if what == "value":
+        peer.done(3, Phase.RUN, encode_result(0))
+    elif what == "released":
+        peer.released(1)
+    sent = vector.encode(WIRE, board, 0, 7)
+    theirs = other.encode(
+        WIRE, peer, 0, 8 if what == "decisions" else 7, alive=what != "dead", closing=what == "closing"
+    )
+    reduced = vector.reduce_min([sent.vector, theirs.vector])
+    assert (reduced[1:] == sent.quiet) == (what in ("value", "released"))
 
 
 def test_min_keeps_a_bad_source_on_a_tie() -> None:
@@ -97,7 +130,7 @@ def test_a_dead_rank_answers_nothing_for_all_open_work_but_still_releases() -> N
     board.released(1)
     sent = vector.encode(WIRE, board, 1, 0, alive=False)
     agreed = vector.decode(sent, sent.vector)
-    assert agreed == (1, False, [(3, Phase.RUN, encode_result(0)), (5, Phase.HIT, 0)], [1])
+    assert agreed == Agreed(1, False, [(3, Phase.RUN, encode_result(0)), (5, Phase.HIT, 0)], [1])
 
 
 def test_a_full_table_keeps_every_element_apart() -> None:
