@@ -65,11 +65,14 @@ class FileBackend(Backend):
 
     checks = True
 
-    def __init__(self, url: str, workers: Workers) -> None:
+    def __init__(
+        self, url: str, workers: Workers, *, options: FileOptions | None = None, folder: Folder | None = None
+    ) -> None:
+        """``options``, ``folder``: of another scheme that keeps such a folder; default: what the URL says."""
         self.scope = "host"
         self.url = url
-        self.options = FileOptions.parse(url)
-        self._folder = Folder(self.options.root, self.options.limits)
+        self.options = options or FileOptions.parse(url)
+        self._folder = folder or Folder(self.options.root, self.options.limits)
         self._workers = workers
         self._executor = _Lent(workers)
         self._known = Known(self.options.metadata_ttl_s)

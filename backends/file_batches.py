@@ -26,7 +26,7 @@ FAILED: Final = native.READ_FAILED
 # Without O_NONBLOCK somebody's pipe under the name of an object would block us for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_NOBODY: Final = Identity(0, 0)
+NOBODY: Final = Identity(0, 0)  #: of what was not read
 _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
@@ -76,7 +76,7 @@ def _read_one_by_one(
 ) -> FilesRead:
     read = FilesRead([], [], {}, [None] * len(paths))
     for at, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
-        length, identity = FAILED, _NOBODY
+        length, identity = FAILED, NOBODY
         try:
             length, identity = _read(path, buffer, touch_before_s)
         except OSError as error:
@@ -150,7 +150,7 @@ def make_file(file: NewFile, publisher: Publisher) -> Outcome:
     except OSError as error:
         unlink(file.temporary)
         return Made.FAILED, error
-    return _publish(file, publisher)
+    return publish(file, publisher)
 
 
 class Making:
@@ -192,7 +192,7 @@ class Making:
             return
         for file, code, error in zip(self._files, self._native.outcomes, self._native.errors, strict=True):
             if code == native.WRITE_NO_RENAME:
-                yield _publish(file, self._publisher)
+                yield publish(file, self._publisher)
             else:
                 yield Made(code), _error(error, file.path) if code == native.WRITE_FAILED else None
 
@@ -218,7 +218,8 @@ def identity_of(found: os.stat_result) -> Identity:
     return Identity(found.st_mtime_ns, found.st_ino)
 
 
-def _publish(file: NewFile, publisher: Publisher) -> Outcome:
+def publish(file: NewFile, publisher: Publisher) -> Outcome:
+    """Give a temporary file that is whole its name, unless something has that."""
     try:
         return Made.WRITTEN if publisher.publish(file.temporary, file.path) else Made.EXISTS, None
     except OSError as error:
@@ -230,15 +231,15 @@ def _read(path: bytes, buffer: memoryview, touch_before_s: float) -> tuple[int, 
     try:
         fd = os.open(path, _READ)
     except FileNotFoundError:
-        return MISSING, _NOBODY
+        return MISSING, NOBODY
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            return MISSING, _NOBODY  # a link or a socket: not ours
+            return MISSING, NOBODY  # a link or a socket: not ours
         raise
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return MISSING, _NOBODY  # not ours
+            return MISSING, NOBODY  # not ours
         length = len(buffer)
         if found.st_size != length:
             return TORN, identity_of(found)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hicache_actors.backends.ledger import Limits
-from hicache_actors.backends.urls import FIELD, parse_url
+from hicache_actors.backends.urls import FIELD, StorageURL, parse_url
 from hicache_actors.errors import ConfigError
 
 GB = 10**9
+FILE_OPTIONS: Final = ("max_gb", "min_free_gb", "metadata_ttl_s")
 
 
 class FileOptions(NamedTuple):
@@ -27,9 +28,13 @@ class FileOptions(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> FileOptions:
         """`ConfigError` for what cannot be honoured."""
-        parts = parse_url(url, "file", host=False, options=("max_gb", "min_free_gb", "metadata_ttl_s"))
+        return cls.of(url, parse_url(url, "file", host=False, options=FILE_OPTIONS))
+
+    @classmethod
+    def of(cls, url: str, parts: StorageURL) -> FileOptions:
+        """What the ``parts`` of a URL say, of this scheme or another; `ConfigError` for what cannot be honoured."""
         if parts.path.strip("/") == "":
-            raise ConfigError(FIELD, url, "names no folder", allowed="file:///absolute/path")
+            raise ConfigError(FIELD, url, "names no folder", allowed=f"{parts.scheme}:///absolute/path")
         given = parts.options
         max_bytes = gigabytes(url, "max_gb", given["max_gb"]) if "max_gb" in given else None
         if max_bytes == 0:

@@ -28,6 +28,7 @@ from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.file_batches import (
     FAILED,
     TORN,
+    FilesRead,
     Made,
     Making,
     NewFile,
@@ -156,9 +157,9 @@ class Folder:
         last_error: OSError | None = None
         try:
             numbers = range(len(keys)) if numbers is None else numbers
-            making = Making(files, self._publisher, expected, [numbers[i] for i in granted])
-            share(making.work, help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None)
-            for i, file, made in zip(granted, files, making.outcomes(), strict=True):
+            helper = help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None
+            outcomes_made = self._make(files, expected, [numbers[i] for i in granted], helper)
+            for i, file, made in zip(granted, files, outcomes_made, strict=True):
                 row = places[i][0]
                 outcomes[i], failure = self._stored(file, row, made, booking)
                 last_error = failure or last_error
@@ -238,6 +239,26 @@ class Folder:
             self.ledger.settle(booking)
         return n_objects, n_bytes
 
+    # -- how bytes move: to be overridden -----------------------------------------------------------------------------
+
+    def _make(
+        self, files: Sequence[NewFile], expected: Expected | None, numbers: Sequence[int], help: Help | None
+    ) -> Iterable[Outcome]:
+        """Write temporary files and give them their names; what is ``expected`` is sealed before, by its number."""
+        making = Making(files, self._publisher, expected, numbers)
+        share(making.work, help)
+        return making.outcomes()
+
+    def _read_files(
+        self,
+        paths: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        touch_before_s: float,
+        expected: Expected | None,
+    ) -> FilesRead:
+        """See `read_files`."""
+        return read_files(paths, buffers, touch_before_s, expected)
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _place_of(self, key: str) -> tuple[int, bytes]:
@@ -257,7 +278,7 @@ class Folder:
         expected: Expected | None,
         touch_before_s: float,
     ) -> Found:
-        read = read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected)
+        read = self._read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected)
         if min(read.lengths, default=0) >= 0:
             return Found(read.lengths, dict(zip(keys, read.identities, strict=True)), None, read.verdicts)
         identities: dict[str, Identity] = {}

@@ -1,32 +1,42 @@
-"""``nixl:///folder``: a file for each object, written and read through NIXL's POSIX plugin.
+"""``nixl:///folder``: the folder of a file store, whose bytes NIXL's POSIX plugin moves.
 
-::
-
-    <root>/<shard>/<key>.kv               one object; <shard> is two hex digits of a hash of the key
-    <root>/<shard>/.<instance>.<n>.tmp    an object being written
-
-Names, lengths and removal are ours, by system calls; NIXL moves the bytes.
+Names, limits, eviction and counting are those of ``file://`` (`hicache_actors.backends.folder`), so both may use one folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import itertools
 import mmap
 import os
 import secrets
 import stat
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hicache_actors.backends.backend import Backend, Stored
+from hicache_actors.backends.file import FileBackend
+from hicache_actors.backends.file_batches import (
+    FAILED,
+    MISSING,
+    NOBODY,
+    TORN,
+    FilesRead,
+    Made,
+    NewFile,
+    Outcome,
+    identity_of,
+    publish,
+    touch,
+    unlink,
+)
+from hicache_actors.backends.folder import Folder
+from hicache_actors.backends.helping import Help
 from hicache_actors.backends.nixl.agent import Agent, Item, Verb, nixl_api, span_of
 from hicache_actors.backends.nixl.options import IO, FilesOptions
+from hicache_actors.backends.objects import Expected
 from hicache_actors.backends.posix import make_folder
-from hicache_actors.backends.shards import SHARDS, is_key, row_of
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 
@@ -35,112 +45,72 @@ if TYPE_CHECKING:
 
 _ALIGNED: Final = 4096
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
-_SUFFIX: Final = ".kv"
-_ABANDONED_S: Final = 3600.0  #: a temporary file that nobody has written to for so long has lost its writer
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
-class NixlFiles(Backend):
-    """Files in the shards of one folder that processes may share, folders 0700 and files 0600.
-
-    A write goes to a temporary file that gets its name when it is whole.  A file of another length than is asked for is a miss, and
-    is written anew.  The folder has no cap and nothing is evicted: a full disk refuses objects, one by one.
+class NixlFiles(FileBackend):
+    """A file store with another way to the disk.
 
     The host memory is registered once (`register_memory`); other buffers for the time of a call.  With ``direct`` what is aligned
     goes past the page cache, and the rest, or what the file system refuses, through it (counted as ``buffered``).
     """
 
-    scope = "host"
-
     def __init__(self, url: str, workers: Workers) -> None:
-        self.url = url
-        self.options = FilesOptions.parse(url)
         nixl_api()  # missing is said before anything is opened
-        self._workers = workers
-        self._agent: Agent | None = None
-        self._instance, self._numbers = secrets.token_hex(8), itertools.count()
-        self._counts: Counter[str] = Counter()
-
-    async def open(self) -> None:
-        await self._workers.run(self._open)
+        options = FilesOptions.parse(url)
+        self._nixl = NixlFolder(url, options)
+        super().__init__(url, workers, options=options.files, folder=self._nixl)
 
     async def register_memory(self, memory: memoryview) -> None:
-        await self._workers.run(self._opened().register, memory)
-
-    async def close(self) -> None:
-        self._agent = None
-
-    async def exists(self, keys: Sequence[str]) -> int:
-        lengths = await self.lengths(keys)
-        return next((at for at, length in enumerate(lengths) if not length), len(keys))
-
-    async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        found, error = await self._workers.run(self._read, keys, buffers)
-        self._counts["hits"] += sum(found)
-        self._counts["misses"] += len(found) - sum(found)
-        if error is not None and not any(found):
-            raise BackendError(f"{self.url}: read: {error}") from error
-        return found
-
-    async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
-        outcomes, error = await self._workers.run(self._write, keys, buffers)
-        self._counts["written"] += outcomes.count(Stored.WRITTEN)
-        self._counts["present"] += outcomes.count(Stored.PRESENT)
-        self._counts["failed"] += outcomes.count(Stored.FAILED)
-        if error is not None and outcomes.count(Stored.FAILED) == len(outcomes):
-            raise BackendError(f"{self.url}: write: {error}") from error
-        return outcomes
-
-    async def delete(self, keys: Sequence[str]) -> int:
-        return await self._workers.run(lambda: sum(_unlink(self._path(key)) for key in keys))
-
-    async def quarantine(self, key: str) -> bool:
-        removed = await self.delete([key]) > 0
-        self._counts["quarantined"] += removed
-        return removed
-
-    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
-        return await self._workers.run(lambda: [_length(self._path(key)) for key in keys])
-
-    async def keys(self) -> AsyncIterator[str]:
-        for folder in self._folders():
-            for name in await self._workers.run(_names, folder):
-                key = name.removesuffix(_SUFFIX)
-                if key != name and is_key(key):
-                    yield key
+        await self._workers.run(self._nixl.register, memory)
 
     def stats(self) -> Mapping[str, int | float | str]:
-        agent = self._agent
-        return {"io": self.options.io, "registered_bytes": agent.registered_bytes if agent else 0, **self._counts}
+        return {**super().stats(), **self._nixl.stats()}
 
-    # -- in threads ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        options = self.options
+class NixlFolder(Folder):
+    """Its transfers are files of a batch, each one of its own: one that fails spoils no other."""
+
+    def __init__(self, url: str, options: FilesOptions) -> None:
+        super().__init__(options.files.root, options.files.limits)
+        self._url, self._options = url, options
+        self._agent: Agent | None = None
+        self._counts: Counter[str] = Counter()
+
+    def open(self) -> None:
+        super().open()
+        options = self._options
         queues = {f"use_{io}": "true" if io == options.io else "false" for io in IO}
-        try:
-            for folder in self._folders():
-                make_folder(folder)
-                _sweep(folder)
-        except OSError as error:
-            raise ConfigError(FIELD, self.url, f"the folder cannot be used: {error}") from error
         try:
             self._agent = Agent("POSIX", queues)
             self._try_out()
         except (BackendError, OSError) as error:
-            self._agent = None
+            self.close()
             others = [io for io in IO if io != options.io]
             raise ConfigError(
-                FIELD, self.url, f"io={options.io}{', direct=1' * options.direct} does not work here: {error}",
+                FIELD, self._url, f"io={options.io}{', direct=1' * options.direct} does not work here: {error}",
                 allowed=f"io={' or io='.join(others)}", fix="take another io, or leave direct out",
             ) from error  # fmt: skip
 
+    def close(self) -> None:
+        self._agent = None
+        super().close()
+
+    def register(self, memory: memoryview) -> None:
+        """Memory that buffers will be slices of."""
+        self._opened().register(memory)
+
+    def stats(self) -> Mapping[str, int | str]:
+        agent = self._agent
+        return {"io": self._options.io, "registered_bytes": agent.registered_bytes if agent else 0, **self._counts}
+
     def _try_out(self) -> None:
         """A page there and back: containers forbid io_uring, and file systems refuse direct I/O, where nobody would see it."""
-        flags = _DIRECT if self.options.direct else 0
         page = mmap.mmap(-1, _ALIGNED)
         page[:8] = secrets.token_bytes(8)
-        expected, path = page[:], self._temporary(self._path("probe"))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
+        expected, path = page[:], self._temporary(0)
+        fd = os.open(path, _CREATE | os.O_CLOEXEC | (_DIRECT if self._options.direct else 0), 0o600)
         try:
             item = Item(memoryview(page), fd)
             written = self._opened().transfer("WRITE", [item])
@@ -151,61 +121,73 @@ class NixlFiles(Backend):
             os.close(fd)
             os.unlink(path)
 
-    def _read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[bool], OSError | None]:
-        """-> found, and the last failure that is more than a missing file."""
-        found, failure = [False] * len(keys), None
+    def _make(
+        self, files: Sequence[NewFile], expected: Expected | None, numbers: Sequence[int], help: Help | None
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files)
+        with contextlib.ExitStack() as stack:
+            under_way: list[int] = []
+            items: list[Item] = []
+            for at, (file, number) in enumerate(zip(files, numbers, strict=True)):
+                if expected is not None:
+                    expected.seal(file.buffer, number)
+                try:
+                    fd = self._create(file)
+                except OSError as error:
+                    outcomes[at] = Made.FAILED, error
+                    continue
+                stack.callback(os.close, fd)
+                under_way.append(at)
+                items.append(Item(file.buffer, fd))
+            for at, item, ok in zip(under_way, items, self._transfer("WRITE", items), strict=True):
+                if ok and os.fstat(item.place).st_size == len(item.buffer):
+                    outcomes[at] = publish(files[at], self._publisher)
+                    continue
+                unlink(files[at].temporary)
+                reason = "NIXL reports an error; a full disk is the likely one"
+                outcomes[at] = Made.FAILED, OSError(errno.EIO, reason, os.fsdecode(files[at].path))
+        return outcomes
+
+    def _read_files(
+        self,
+        paths: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        touch_before_s: float,
+        expected: Expected | None,
+    ) -> FilesRead:
+        read = FilesRead([MISSING] * len(paths), [NOBODY] * len(paths), {}, [None] * len(paths))
         with contextlib.ExitStack() as stack:
             at_hand: list[int] = []
             items: list[Item] = []
-            for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            for at, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
                 try:
-                    fd = self._open_file(self._path(key), os.O_RDONLY | os.O_NOFOLLOW, buffer)
+                    fd = self._open_file(path, _READ, buffer)
                     stack.callback(os.close, fd)
-                    status = os.fstat(fd)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
+                    found = os.fstat(fd)
                 except OSError as error:
-                    failure = error
-                    self._counts["failed"] += 1
+                    if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                        read.lengths[at], read.errors[at] = FAILED, error
                     continue
-                if stat.S_ISREG(status.st_mode) and status.st_size == len(buffer):
-                    at_hand.append(at)
-                    items.append(Item(buffer, fd))
-            for at, ok in zip(at_hand, self._transfer("READ", items), strict=True):
-                found[at] = ok
-                self._counts["failed"] += not ok
-        return found, failure
-
-    def _write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> tuple[list[Stored], OSError | None]:
-        """-> outcomes, and the last failure."""
-        outcomes, failure = [Stored.FAILED] * len(keys), None
-        with contextlib.ExitStack() as stack:
-            under_way: list[tuple[int, str, str]] = []
-            items: list[Item] = []
-            for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-                path = self._path(key)
-                if _length(path) == len(buffer):
-                    outcomes[at] = Stored.PRESENT
+                if not stat.S_ISREG(found.st_mode):
+                    continue  # not ours
+                read.identities[at] = identity_of(found)
+                if found.st_size != len(buffer):
+                    read.lengths[at] = TORN
                     continue
-                try:
-                    temporary = self._temporary(path)
-                    fd = self._create(temporary, buffer)
-                    stack.callback(os.close, fd)
-                except OSError as error:
-                    failure = error
-                    continue
-                stack.callback(_unlink, temporary)  # what has got its name is not there any more
-                under_way.append((at, temporary, path))
+                if found.st_mtime < touch_before_s:
+                    read.identities[at] = identity_of(touch(fd) or found)
+                at_hand.append(at)
                 items.append(Item(buffer, fd))
-            for (at, temporary, path), item, ok in zip(under_way, items, self._transfer("WRITE", items), strict=True):
-                try:
-                    if not ok or os.fstat(item.place).st_size != len(item.buffer):
-                        raise OSError("NIXL reports an error; a full disk is the likely one")
-                    os.replace(temporary, path)
-                    outcomes[at] = Stored.WRITTEN
-                except OSError as error:
-                    failure = error
-        return outcomes, failure
+            for at, ok in zip(at_hand, self._transfer("READ", items), strict=True):
+                read.lengths[at] = len(buffers[at]) if ok else FAILED
+                if not ok:
+                    read.errors[at] = OSError(errno.EIO, "NIXL reports an error", os.fsdecode(paths[at]))
+        if expected is not None:
+            judged = expected.verify(buffers)  # of what was not read in vain
+            read.verdicts[:] = [
+                verdict if length >= 0 else None for length, verdict in zip(read.lengths, judged, strict=True)
+            ]
+        return read
 
     def _transfer(self, verb: Verb, items: Sequence[Item]) -> list[bool]:
         """Once more through the page cache what failed past it."""
@@ -224,76 +206,31 @@ class NixlFiles(Backend):
                 done[at] = ok
         return done
 
-    def _create(self, temporary: str, buffer: memoryview) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    def _create(self, file: NewFile) -> int:
         try:
-            return self._open_file(temporary, flags, buffer)
+            return self._open_file(file.temporary, _CREATE, file.buffer)
         except FileNotFoundError:  # somebody has removed the folder
-            make_folder(os.path.dirname(temporary))
-            return self._open_file(temporary, flags, buffer)
+            make_folder(os.path.dirname(os.fsdecode(file.temporary)))
+            return self._open_file(file.temporary, _CREATE, file.buffer)
 
-    def _open_file(self, path: str, flags: int, buffer: memoryview) -> int:
+    def _open_file(self, path: bytes, flags: int, buffer: memoryview) -> int:
         flags |= os.O_CLOEXEC
-        if self.options.direct:
+        if self._options.direct:
             if _is_aligned(buffer):
                 try:
                     return os.open(path, flags | _DIRECT, 0o600)
                 except OSError:  # what is wrong with the file itself shows below
                     if flags & os.O_CREAT:
-                        _unlink(path)  # it may have been made before the flag was refused
+                        unlink(path)  # it may have been made before the flag was refused
             self._counts["buffered"] += 1
         return os.open(path, flags, 0o600)
 
-    def _folders(self) -> Iterator[str]:
-        return (os.path.join(self.options.root, shard) for shard in SHARDS)
-
-    def _path(self, key: str) -> str:
-        if not is_key(key):
-            raise BackendError(f"{self.url}: {key!r} is no name of a file", retryable=False)
-        return os.path.join(self.options.root, SHARDS[row_of(key.encode())], key + _SUFFIX)
-
-    def _temporary(self, path: str) -> str:
-        return os.path.join(os.path.dirname(path), f".{self._instance}.{next(self._numbers)}.tmp")
-
     def _opened(self) -> Agent:
         if self._agent is None:
-            raise BackendError(f"{self.url}: closed", retryable=False)
+            raise BackendError(f"{self._url}: closed", retryable=False)
         return self._agent
 
 
 def _is_aligned(buffer: memoryview) -> bool:
     address, length = span_of(buffer)
     return address % _ALIGNED == 0 and length % _ALIGNED == 0
-
-
-def _length(path: str) -> int | None:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _unlink(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except OSError:
-        return False
-    return True
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-
-
-def _sweep(folder: str) -> None:
-    """Remove what writers that have died were writing."""
-    for name in _names(folder):
-        path = os.path.join(folder, name)
-        if name.startswith(".") and name.endswith(".tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - os.stat(path).st_mtime > _ABANDONED_S:
-                    os.unlink(path)

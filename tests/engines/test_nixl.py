@@ -9,7 +9,6 @@ import resource
 import shutil
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,8 +18,12 @@ import anyio
 import pytest
 
 from hicache_actors.backends import Backend, Stored, open_backend
+from hicache_actors.backends.file_options import FileOptions
+from hicache_actors.backends.ledger import Limits, disk_bytes
 from hicache_actors.backends.nixl import FilesOptions, NixlBucket, NixlFiles, bucket_options
 from hicache_actors.backends.nixl.bucket import Names
+from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict
+from hicache_actors.backends.shards import SHARDS, row_of
 from hicache_actors.errors import BackendError, ConfigError, MissingExtraError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract, content, room
@@ -48,6 +51,10 @@ def objects(n: int, n_bytes: int = 100_000) -> tuple[list[str], list[memoryview]
 # -- files ----------------------------------------------------------------------------------------------------------------
 
 
+def file_of(root: Path, key: str) -> Path:
+    return root / "objects" / SHARDS[row_of(key.encode())] / f"{key}.kv"
+
+
 class FilesContract(BackendContract):
     persistent = True
     options = ""
@@ -59,14 +66,12 @@ class FilesContract(BackendContract):
     async def make(self) -> Backend:
         return NixlFiles(f"nixl://{self.root}{self.options}", self.workers)
 
-    def path(self, key: str) -> Path:
-        return Path(NixlFiles(f"nixl://{self.root}", self.workers)._path(key))
-
     async def medium_put(self, key: str, data: bytes) -> None:
-        self.path(key).write_bytes(data)
+        file_of(self.root, key).write_bytes(data)
 
     async def medium_get(self, key: str) -> bytes | None:
-        return self.path(key).read_bytes() if self.path(key).exists() else None
+        file = file_of(self.root, key)
+        return file.read_bytes() if file.exists() else None
 
 
 class TestUring(FilesContract):
@@ -126,7 +131,7 @@ async def test_files_and_folders_are_for_this_user_only(tmp_path: Path, workers:
     await backend.write(*objects(3))
     found = everything_in(tmp_path / "new")
     assert {path.is_dir(): path.stat().st_mode & 0o777 for path in found} == {True: 0o700, False: 0o600}
-    assert sorted(path.name for path in found if path.is_file()) == ["k0.kv", "k1.kv", "k2.kv"]
+    assert sorted(path.name for path in found if path.suffix == ".kv") == ["k0.kv", "k1.kv", "k2.kv"]
 
 
 async def test_a_folder_that_is_removed_costs_misses_and_is_made_again(tmp_path: Path, workers: Workers) -> None:
@@ -142,7 +147,7 @@ async def test_a_folder_that_is_removed_costs_misses_and_is_made_again(tmp_path:
     assert back == data
 
 
-def spoil(path: str, harm: str) -> None:
+def spoil(path: Path, harm: str) -> None:
     if harm in ("cut", "emptied"):
         os.truncate(path, 50_000 if harm == "cut" else 0)
         return
@@ -158,12 +163,12 @@ async def test_a_bad_file_is_a_miss_and_nothing_else(tmp_path: Path, workers: Wo
     backend = await opened(workers, tmp_path)
     keys, data = objects(5)
     await backend.write(keys, data)
-    spoil(backend._path("k2"), harm)
+    spoil(file_of(tmp_path, "k2"), harm)
     back = room(5, 100_000)
     assert await backend.read(keys, back) == [True, True, False, True, True]
     assert [back[at] for at in (0, 1, 3, 4)] == [data[at] for at in (0, 1, 3, 4)]
     assert await backend.write(["k2", "k5"], data[2:4]) == [
-        Stored.FAILED if harm == "a directory" else Stored.WRITTEN,
+        Stored.FAILED if harm.startswith("a ") else Stored.WRITTEN,  # what is not ours stays
         Stored.WRITTEN,
     ]
 
@@ -192,16 +197,49 @@ async def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, workers: 
         await NixlFiles(f"nixl://{tmp_path / 'file'}", workers).open()
 
 
-async def test_what_dead_writers_left_is_removed_when_it_is_old(tmp_path: Path, workers: Workers) -> None:
-    await (await opened(workers, tmp_path)).close()
-    old, fresh = tmp_path / "00" / ".aa.1.tmp", tmp_path / "00" / ".bb.1.tmp"
-    for path in (old, fresh):
-        path.write_bytes(b"half")
-    os.utime(old, (time.time() - 10_000,) * 2)
+async def test_the_folder_has_a_cap_and_the_longest_unused_goes(tmp_path: Path, workers: Workers) -> None:
+    backend = await opened(workers, tmp_path, "?max_gb=0.002")
+    for at in range(60):
+        assert await backend.write([f"k{at}"], objects(1)[1]) == [Stored.WRITTEN]
+    kept = [at for at in range(60) if await backend.exists([f"k{at}"])]
+    assert {*range(52, 60)} <= {*kept} <= {*range(30, 60)}  # some were written within one tick of the clock
+    files = list(tmp_path.glob("objects/*/*.kv"))  # noqa: ASYNC240
+    assert len(files) == len(kept) >= 15
+    assert sum(disk_bytes(file.stat().st_size) for file in files) <= 2_000_000
+    assert backend.stats()["evicted"] == 60 - len(kept)
+    await backend.close()
+
+
+async def test_a_file_store_may_use_the_same_folder(tmp_path: Path, workers: Workers) -> None:
+    keys, data = objects(4)
+    nixl, plain = await opened(workers, tmp_path), open_backend(f"file://{tmp_path}", workers)
+    await plain.open()
+    for writer, reader, some in ((nixl, plain, slice(0, 2)), (plain, nixl, slice(2, 4))):
+        assert list(await writer.write(keys[some], data[some])) == [Stored.WRITTEN] * 2
+        back = room(2, 100_000)
+        assert list(await reader.read(keys[some], back)) == [True] * 2
+        assert back == data[some]
+    assert list(await plain.write(keys, data)) == [Stored.PRESENT] * 4
+    await plain.close()
+    assert (await opened(workers, tmp_path)).stats()["objects"] == 4
+
+
+async def test_objects_are_sealed_and_judged_on_the_way(tmp_path: Path, workers: Workers) -> None:
+    expected = Expected(b"n" * 16, [bytes([page + 1]) * 32 for page in range(4)])
     backend = await opened(workers, tmp_path)
-    assert [path.exists() for path in (old, fresh)] == [False, True]
-    keys = backend.keys()
-    assert [key async for key in keys] == []
+    keys, data = objects(4, 3 * HEADER_BYTES)
+    sealed = [memoryview(bytearray(each)) for each in data]
+    assert await backend.write_sealed(keys, sealed, expected) == [Stored.WRITTEN] * 4
+    back = room(4, 3 * HEADER_BYTES)
+    assert await backend.read_checked(keys, back, expected) == [Verdict.OK] * 4
+    assert back == sealed
+    spoilt = bytearray(sealed[2])
+    spoilt[-1] ^= 1
+    file_of(tmp_path, "k2").write_bytes(spoilt)
+    file_of(tmp_path, "k3").unlink()
+    found = await backend.read_checked(keys, back, expected)
+    assert found == [Verdict.OK, Verdict.OK, Verdict.CORRUPT, None]
+    await backend.close()
 
 
 # -- a bucket -------------------------------------------------------------------------------------------------------------
@@ -380,6 +418,7 @@ async def test_a_server_that_is_killed_or_frozen_costs_errors_and_keeps_what_it_
         ("nixl:///", "names no folder"),
         ("nixl:///x?io=threads", "io='threads'"),
         ("nixl:///x?direct=yes", "direct='yes'"),
+        ("nixl:///x?max_gb=0", "max_gb=0"),
         ("nixl:///x?endpoint=http://h", "unknown option"),
         ("nixl://UPPER", "no name of a bucket"),
         ("nixl://bucket/../x", "prefix"),
@@ -396,7 +435,11 @@ def test_urls_that_cannot_be_honoured(url: str, words: str, workers: Workers) ->
 
 
 def test_urls_that_can() -> None:
-    assert FilesOptions.parse("nixl:///nvme/kv/") == ("/nvme/kv", "uring", False)
+    assert FilesOptions.parse("nixl:///nvme/kv/?max_gb=2") == (
+        FileOptions("/nvme/kv", Limits(2 * 10**9), 0),
+        "uring",
+        False,
+    )
     assert bucket_options("nixl://kv-pages") == ("kv-pages", "", None, None, False)
     given = bucket_options("nixl://kv-pages/a/b?endpoint=https://store&region=eu")
     assert given.address == ("store", 443)
