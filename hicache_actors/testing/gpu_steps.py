@@ -1,158 +1,60 @@
-"""The steps of `gpu_check`.  They run on what a `Gpu` gives: torch.cuda here, a stub of the driver in tests.
+"""The steps of `gpu_check` that know right from wrong, and the list of all steps.
 
 A step returns what goes into the JSON; ``problem`` in it says that something is wrong.  No other step hears of it.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import functools
+import os
 import platform
-import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, get_args
 
 import torch
 
 from hicache_actors.cache.api import HiCache
 from hicache_actors.config import Config, HostConfig, HostLayout, ModelFacts
 from hicache_actors.core.words import pack_slots
-from hicache_actors.cuda_ext.native.copies import plans
-from hicache_actors.cuda_ext.native.driver import How, Notice
-from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
-from hicache_actors.cuda_ext.registration import pieces
+from hicache_actors.cuda_ext.native.driver import Notice
+from hicache_actors.cuda_ext.native_cuda import CudaEnd, NativeCudaDevice
 from hicache_actors.errors import UsageError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors, integers
 from hicache_actors.memory.layout import Order, SlotLayout
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.testing.engines import StepEngine
+from hicache_actors.testing.gpu_faces import WAIT_S, Gpu, attached, on_loop
+from hicache_actors.testing.gpu_speeds import bandwidth, latency, locality, overlap, registration
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import prompt
 from hicache_actors.testing.toy_model import ToyModel
-from hicache_actors.transfer.completions import fired
+from hicache_actors.transfer.completions import End
 from hicache_actors.transfer.engines import Engine, Engines, whole_pages
 from hicache_actors.transfer.plan import CopyPlan
 from hicache_actors.transfer.waits import LayerWaits
 
-WAIT_S: Final = 30.0
 LAYOUTS: Final[tuple[Order, ...]] = get_args(HostLayout)
-
-
-class EngineStream(Protocol):
-    """A stream of the engine, and kernels of its own."""
-
-    def hold(self) -> None:
-        """What is submitted later runs after a while, or after `let_go`."""
-
-    def let_go(self) -> None: ...
-    def fill(self, tensor: torch.Tensor, value: int) -> None: ...
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-    def event(self) -> Any: ...
-    def capturing(self) -> Any:
-        """A context in which the stream is being captured in a graph."""
-
-    def synchronize(self) -> None: ...
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-
-class Gpu(Protocol):
-    quick: bool
-    """Small sizes: the numbers mean nothing."""
-
-    def device(self, notice: Notice = "host_function") -> NativeCudaDevice: ...
-    def kv(self, shape: KVShape, pages: int) -> KVTensors: ...
-    def stream(self) -> EngineStream: ...
-    def compute(self, seconds: float) -> int | None:
-        """Matrix products for so long -> how many; None where nothing computes."""
-
-    def facts(self) -> dict[str, Any]: ...
-
-
-class TorchGpu:
-    """The real one."""
-
-    quick = False
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        torch.cuda.set_device(index)
-
-    def device(self, notice: Notice = "host_function") -> NativeCudaDevice:
-        return NativeCudaDevice(self.index, notice=notice)
-
-    def kv(self, shape: KVShape, pages: int) -> KVTensors:
-        return KVTensors.make(shape, pages, device=f"cuda:{self.index}")
-
-    def stream(self) -> TorchStream:
-        return TorchStream()
-
-    def compute(self, seconds: float) -> int | None:
-        if not hasattr(self, "_factors"):
-            self._factors = [torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        end_s, count = time.monotonic() + seconds, 0
-        while time.monotonic() < end_s:
-            for _ in range(8):
-                torch.mm(*self._factors)
-                count += 1
-            torch.cuda.current_stream().synchronize()
-        return count
-
-    def facts(self) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(self.index)
-        return {"torch": torch.__version__, "memory_bytes": properties.total_memory, "torch_cuda": torch.version.cuda}
-
-
-class TorchStream:
-    def __init__(self) -> None:
-        self._cuda: Any = torch.cuda  # parts of it have no types
-        self._stream = self._cuda.Stream()
-        self.cuda_stream = int(self._stream.cuda_stream)
-
-    def hold(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._cuda._sleep(400_000_000)  # cycles: some 0.2 s
-
-    def let_go(self) -> None:
-        """It goes on by itself."""
-
-    def fill(self, tensor: torch.Tensor, value: int) -> None:
-        with torch.cuda.stream(self._stream):
-            tensor.fill_(value)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source)
-
-    def event(self) -> Any:
-        event = self._cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def capturing(self) -> Any:
-        return torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local")
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-
-# -- the steps -------------------------------------------------------------------------------------------------------------------
+PCI: Final = Path("/sys/bus/pci/devices")
+HOLD_US: Final = 200_000
 
 
 def environment(gpu: Gpu) -> dict[str, Any]:
     """Driver, GPU, link, memory node, and where the kernel's machine code comes from."""
     device = gpu.device()
     facts = device.raw.facts()
-    node = Path("/sys/bus/pci/devices") / facts.pci.decode().lower() / "numa_node"
     device.close(WAIT_S)
+    files = ("numa_node", "current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
     return {
         "gpu": facts.name.decode(),
         "pci": facts.pci.decode(),
-        "numa_node": int(node.read_text()) if node.exists() else None,
+        **{name: _line(PCI / facts.pci.decode().lower() / name) for name in files},
+        "huge_pages": _line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "cores": len(os.sched_getaffinity(0)),
         "driver_version": facts.driver_version,
         "capability": [facts.major, facts.minor],
         "batch_version": facts.batch_version,
@@ -163,137 +65,88 @@ def environment(gpu: Gpu) -> dict[str, Any]:
     }
 
 
+def _line(file: Path) -> str | None:
+    return file.read_text().strip() if file.exists() else None
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------------
+
+
 def correctness(gpu: Gpu) -> dict[str, Any]:
-    """Every layout, MHA and MLA, both directions, every engine: bytes as torch has them."""
+    """Every layout, MHA and MLA, both directions, every engine: bytes as torch has them, and no other byte touched."""
+    return _bytes(gpu, LAYOUTS, pages=300)
+
+
+def memcheck(gpu: Gpu) -> dict[str, Any]:
+    """The same on a few cases, for compute-sanitizer, which looks at each access and is slow."""
+    return _bytes(gpu, ("page_first", "page_first_direct"), pages=12)
+
+
+def _bytes(gpu: Gpu, layouts: tuple[Order, ...], *, pages: int) -> dict[str, Any]:
     cases, wrong = 0, []
-    for layout in LAYOUTS:
+    for layout in layouts:
         for mla in (False, True):
             if mla and layout == "page_head":
                 continue  # no heads to keep together
             shape = KVShape(4, 1 if mla else 2, 1 if mla else 4, 64, "bfloat16", 16)
             for engine in get_args(Engine):
-                ok = _there_and_back(gpu, shape, layout, engine)
-                if ok is not None:
-                    cases += 1
-                if ok is False:
-                    wrong.append(f"{layout} {'mla' if mla else 'mha'} {engine}")
+                problem = _there_and_back(gpu, shape, layout, engine, pages)
+                if problem is None:
+                    continue
+                cases += 1
+                if problem:
+                    wrong.append(f"{layout} {'mla' if mla else 'mha'} {engine}: {problem}")
     return {"cases": cases, "wrong": wrong, **({"problem": f"wrong bytes: {wrong}"} if wrong else {})}
 
 
-def _there_and_back(gpu: Gpu, shape: KVShape, layout: Order, engine: Engine) -> bool | None:
-    """Write pages back, load them to other pages, and compare; None if the engine cannot do it."""
-    pages = 300
+def _there_and_back(gpu: Gpu, shape: KVShape, layout: Order, engine: Engine, pages: int) -> str | None:
+    """Write a third of the pages back, load them to another third -> what is wrong, or ""; None if the engine cannot do it."""
     host = HostMemory(SlotLayout(shape, layout), pages)
     kv = gpu.kv(shape, pages).by_head_groups(host.layout.head_groups)
     for layer in range(shape.layers):
-        for tensor in kv.layer(layer):
+        for tensor in (*kv.layer(layer), *host.layer(layer)):
             integers(tensor).random_(-30_000, 30_000)
-    with _attached(gpu, host) as device:
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).tolist()
+    first, second, third = order[: pages // 3], order[pages // 3 : 2 * pages // 3], order[2 * pages // 3 :]
+    with attached(gpu, host) as device:
         device.engines = Engines(load="kernel" if engine == "staged" else engine, write_back=engine)
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).tolist()
-        there = CopyPlan(kv, pack_slots(order[:100]), host, pack_slots(order[100:200]))
+        there = CopyPlan(kv, pack_slots(first), host, pack_slots(second))
         if engine == "staged" and not whole_pages(there.work().affine()):
             return None
-        back = CopyPlan(host, pack_slots(order[100:200]), kv, pack_slots(order[200:]))
+        back = CopyPlan(host, pack_slots(second), kv, pack_slots(third))
+        wanted = [_wanted(kv, host, layer, first, second, third) for layer in range(shape.layers)]
         ticket = device.stream("write_back").submit(there.work())
         device.stream("load").wait_event(ticket)
         for layer in back.layers:
             last = device.stream("load").submit(back.work(range(layer, layer + 1)))
         if not last.wait(WAIT_S) or last.error or ticket.error:
             raise RuntimeError(f"{layout} {engine}: {last.error or ticket.error or 'no end'}")
-        return all(
-            torch.equal(integers(tensor)[order[200:]], integers(tensor)[order[:100]])
-            for layer in range(shape.layers)
-            for tensor in kv.layer(layer)
-        )
+        for layer, (on_gpu, on_host) in enumerate(wanted):
+            for place, found, right in (("GPU", kv.layer(layer), on_gpu), ("host", host.layer(layer), on_host)):
+                if not all(torch.equal(integers(is_), be) for is_, be in zip(found, right, strict=True)):
+                    return f"layer {layer} on the {place}"
+        if host.layout.slot_header_bytes and any(any(host.header(slot)) for slot in range(pages)):
+            return "a header"
+    return ""
 
 
-def bandwidth(gpu: Gpu) -> dict[str, Any]:
-    """GB/s by direction, engine and length of runs, and of the kernel by its blocks: the table behind "auto"."""
-    rows: list[dict[str, Any]] = []
-    total = 1 << 20 if gpu.quick else 128 << 20
-    for run_bytes in (256, 2048, 8192, 32768, 131072, 1 << 20):
-        shape = KVShape(1, 1, 1, run_bytes // 16, "uint8", 16)
-        pages = max(2, total // run_bytes)
-        kv, host = gpu.kv(shape, pages), HostMemory(SlotLayout(shape, header_bytes=0), pages)
-        slots = pack_slots(torch.randperm(pages, generator=torch.Generator().manual_seed(2)).tolist())
-        with _attached(gpu, host) as device:
-            stream = device.raw.stream(urgent=True)
-            for to_host in (False, True):
-                plan = CopyPlan(kv, slots, host, slots) if to_host else CopyPlan(host, slots, kv, slots)
-                copy = plan.work().affine()
-                for how in _ways(to_host):
-                    if how.engine == "direct" and run_bytes < 2048:
-                        continue  # half a million descriptors: minutes
-                    took_s = []
-                    for _ in range(2 if gpu.quick else 5):
-                        end, start_s = device.make_end(), time.perf_counter()
-                        mark = stream.submit(plans(copy), how, end.event)
-                        if not end.wait(WAIT_S):
-                            return {"rows": rows, "problem": f"{how} with runs of {run_bytes} bytes never ended"}
-                        took_s.append(time.perf_counter() - start_s)
-                        mark.free()
-                    gb_s = round(copy.nbytes / statistics.median(took_s[1:]) / 1e9, 2)
-                    row = {"run_bytes": run_bytes, "to_host": to_host, "engine": how.engine}
-                    rows.append({**row, "blocks": how.blocks, "gb_s": gb_s})
-            stream.close()
-    return {"rows": rows}
+_Tensors = list[torch.Tensor]
 
 
-def _ways(to_host: bool) -> Iterator[How]:
-    for blocks in (1, 2, 4, 8, 16, 32):
-        yield How("kernel", to_host, "poll", blocks=blocks)
-    yield How("direct", to_host, "poll")
-    if to_host:
-        yield How("staged", to_host, "poll")
+def _wanted(
+    kv: KVTensors, host: HostMemory, layer: int, first: list[int], second: list[int], third: list[int]
+) -> tuple[_Tensors, _Tensors]:
+    """What a layer shall hold in the end, on the GPU and on the host."""
+    on_gpu = [integers(tensor).clone() for tensor in kv.layer(layer)]
+    on_host = [integers(tensor).clone() for tensor in host.layer(layer)]
+    for gpu_side, host_side in zip(on_gpu, on_host, strict=True):
+        moved = gpu_side[first]
+        host_side[second] = moved.to(host_side.device)
+        gpu_side[third] = moved
+    return on_gpu, on_host
 
 
-def overlap(gpu: Gpu) -> dict[str, Any]:
-    """How much slower matrix products are while loads run, by engine."""
-    seconds = 0.1 if gpu.quick else 3.0
-    shape = KVShape(8, 2, 8, 128, "bfloat16", 64)
-    pages = 4 if gpu.quick else 128
-    kv, host = gpu.kv(shape, pages), HostMemory(SlotLayout(shape), pages)
-    slots = pack_slots(range(pages))
-    alone = gpu.compute(seconds)
-    beside = {}
-    with _attached(gpu, host) as device:
-        for engine in ("kernel", "direct"):
-            device.engines = Engines(load=engine)
-            stream, plan = device.stream("load"), CopyPlan(host, slots, kv, slots)
-            tickets = [stream.submit(plan.work()) for _ in range(4 if gpu.quick else 300)]
-            count = gpu.compute(seconds)
-            moved = sum(ticket.query() for ticket in tickets) * plan.nbytes
-            tickets[-1].wait(WAIT_S)
-            slower = None if not alone or count is None else round(1 - count / alone, 3)
-            beside[engine] = {"slower_by": slower, "gb_s": round(moved / seconds / 1e9, 2)}
-    return {"products_alone": alone, "beside": beside}
-
-
-def latency(gpu: Gpu) -> dict[str, Any]:
-    """Microseconds from the submission of an empty operation to the coroutine that waits for it, by who tells."""
-    results = {}
-    for notice in get_args(Notice):
-        device = gpu.device(notice)
-        for name in ("asyncio", "uvloop"):
-            results[f"{notice} {name}"] = _on_loop(name, functools.partial(_round_trips, device, gpu.quick))
-        device.close(WAIT_S)
-    return {"us": results}
-
-
-async def _round_trips(device: NativeCudaDevice, quick: bool) -> dict[str, float]:
-    listener, stream, took = device.listen(), device.stream("load"), []
-    for _ in range(20 if quick else 2000):
-        start_s = time.perf_counter()
-        await fired(stream.record())
-        took.append((time.perf_counter() - start_s) * 1e6)
-    start_s = time.perf_counter()
-    await asyncio.gather(*(fired(stream.record()) for _ in range(64)))
-    together = (time.perf_counter() - start_s) * 1e6 / 64
-    if listener is not None:
-        await listener.close(WAIT_S)
-    cuts = statistics.quantiles(took, n=100)
-    return {"p50": round(cuts[49], 1), "p99": round(cuts[98], 1), "each_of_64": round(together, 1)}
+# -- order ---------------------------------------------------------------------------------------------------------------
 
 
 def hazards(gpu: Gpu) -> dict[str, Any]:
@@ -301,7 +154,7 @@ def hazards(gpu: Gpu) -> dict[str, Any]:
     shape = KVShape(4, 1, 1, 4096, "uint8", 16)
     kv, host = gpu.kv(shape, 8), HostMemory(SlotLayout(shape), 8)
     seen: dict[str, Any] = {}
-    with _attached(gpu, host) as device:
+    with attached(gpu, host) as device:
         for fence in (True, False):
             for layer in range(shape.layers):
                 kv.layer(layer)[0][3].fill_(0)
@@ -320,6 +173,8 @@ def hazards(gpu: Gpu) -> dict[str, Any]:
             right = all(bool((host.layer(layer)[0][5] == 7).all()) for layer in range(shape.layers))
             seen["write_back_behind_event" if fence else "write_back_without"] = right
         seen["layers_behind_stream_wait"], seen["capture_refused"] = _layers(gpu, device, kv, host)
+        seen["one_graph_behind_the_last_layer"] = _graphs(gpu, device, kv, host, in_one=True)
+        seen["a_graph_a_layer_behind_each"] = _graphs(gpu, device, kv, host, in_one=False)
     problem = [name for name, right in seen.items() if not right and name != "write_back_without"]
     return {"right": seen, **({"problem": f"not so: {problem}"} if problem else {})}
 
@@ -351,34 +206,95 @@ def _layers(gpu: Gpu, device: NativeCudaDevice, kv: KVTensors, host: HostMemory)
     return right, False
 
 
-def registration(gpu: Gpu) -> dict[str, Any]:
-    """Seconds to map, touch and register host memory, and to let it go."""
-    device = gpu.device()
-    nbytes = 64 << 20 if gpu.quick else 8 << 30
-    shape = KVShape(1, 1, 1, 4096, "uint8", 256)
-    start_s = time.perf_counter()
-    host = HostMemory(SlotLayout(shape, header_bytes=0), nbytes // shape.page_bytes)
-    torch.frombuffer(memoryview(host.object(0)), dtype=torch.uint8)
-    for slot in range(0, host.slots):
-        host.object(slot)[0] = 0
-    touched_s = time.perf_counter()
-    device.register(*host.extent(), step_bytes=host.layout.slot_bytes)
-    registered_s = time.perf_counter()
-    known = device.raw.facts().registered_bytes
-    device.close(WAIT_S)
-    return {
-        "gib": nbytes / 2**30,
-        "pieces": len(pieces(nbytes, host.layout.slot_bytes)),
-        "touch_s": round(touched_s - start_s, 3),
-        "register_s": round(registered_s - touched_s, 3),
-        "unregister_s": round(time.perf_counter() - registered_s, 3),
-        **({} if known == host.nbytes else {"problem": f"{known} of {host.nbytes} bytes are registered"}),
-    }
+def _graphs(gpu: Gpu, device: NativeCudaDevice, kv: KVTensors, host: HostMemory, *, in_one: bool) -> bool:
+    """The two ways of docs/gpu.md: graphs that are captured once read what several loads have brought."""
+    shape, forward = kv.shape, gpu.stream()
+    read = [torch.zeros_like(kv.layer(layer)[0][4]) for layer in range(shape.layers)]
+
+    def pass_over(layers: range) -> None:
+        for layer in layers:
+            forward.copy(read[layer], kv.layer(layer)[0][4])
+
+    whole = range(shape.layers)
+    parts = [whole] if in_one else [range(layer, layer + 1) for layer in whole]
+    graphs = [forward.captured(functools.partial(pass_over, part)) for part in parts]
+    for value in (11, 12):
+        for layer in whole:
+            host.layer(layer)[0][7].fill_(value + layer)
+        waits = _load(gpu, device, kv, host)
+        for part, replay in zip(parts, graphs, strict=True):
+            waits.stream_wait(part[-1], forward.cuda_stream)
+            replay()
+        forward.synchronize()
+        if not all(bool((each == value + layer).all()) for layer, each in enumerate(read)):
+            return False
+    return True
+
+
+def _load(gpu: Gpu, device: NativeCudaDevice, kv: KVTensors, host: HostMemory) -> LayerWaits:
+    """Slot 7 to page 4, behind work that takes a while."""
+    before = gpu.stream()
+    before.hold()
+    device.stream("load").wait_event(before.event())
+    plan, waits = CopyPlan(host, pack_slots([7]), kv, pack_slots([4])), LayerWaits(kv.shape.layers, device.make_end)
+    works = [plan.work(range(layer, layer + 1)) for layer in plan.layers]
+    device.stream("load").submit_layers(works, waits, lambda ticket: None)
+    before.let_go()
+    return waits
+
+
+def gil(gpu: Gpu) -> dict[str, Any]:
+    """Copies end, and are seen to have ended, while a thread holds the GIL; and calls that take locks of the driver, beside ends
+    and a thread that computes in Python, all come back."""
+    shape = KVShape(4, 1, 1, 4096, "uint8", 16)
+    kv, host = gpu.kv(shape, 8), HostMemory(SlotLayout(shape), 8)
+    hold_gil = ctypes.PyDLL(None).usleep
+    problems, rounds = [], 0
+    for notice in get_args(Notice):
+        with attached(gpu, host, notice) as device:
+            stream = device.stream("load")
+            ended = stream.submit(CopyPlan(host, pack_slots([1]), kv, pack_slots([2])).work())
+            assert isinstance(ended, CudaEnd)
+            assert ended.submitted.wait(WAIT_S)
+            hold_gil(HOLD_US)
+            if not ended.query():
+                problems.append(f"{notice}: a copy had not ended after the GIL was held for {HOLD_US / 1e6} s")
+            rounds += _locks_beside_ends(gpu, device, kv, host)
+    return {"rounds": rounds, **({"problem": problems} if problems else {})}
+
+
+def _locks_beside_ends(gpu: Gpu, device: NativeCudaDevice, kv: KVTensors, host: HostMemory) -> int:
+    """-> how often memory was registered and taken back meanwhile.  A deadlock ends this step by its time limit."""
+    stop, other, rounds = threading.Event(), HostMemory(SlotLayout(kv.shape), 256), 0
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    end_s, ends = time.monotonic() + (0.2 if gpu.quick else 3.0), list[End]()
+    while time.monotonic() < end_s:
+        for slot in range(4):
+            work = CopyPlan(host, pack_slots([slot]), kv, pack_slots([slot])).work()
+            ends.append(device.stream("load").submit(work))
+        device.register(*other.extent(), step_bytes=other.layout.slot_bytes)
+        device.registrations.remove(other.extent()[0])
+        rounds += 1
+    stop.set()
+    thread.join()
+    for end in ends:
+        if not end.wait(WAIT_S) or end.error:
+            raise RuntimeError(f"a copy did not end well: {end.error}")
+    return rounds
+
+
+# -- the whole -----------------------------------------------------------------------------------------------------------
 
 
 def end_to_end(gpu: Gpu) -> dict[str, Any]:
     """A cache over the GPU serves prompts for a while; a page that comes back with other bytes raises."""
-    return {"answers": _on_loop("asyncio", functools.partial(_serve, gpu))}
+    return {"answers": on_loop("asyncio", functools.partial(_serve, gpu))}
 
 
 async def _serve(gpu: Gpu) -> int:
@@ -399,41 +315,16 @@ async def _serve(gpu: Gpu) -> int:
     return answers
 
 
-# -- inside ----------------------------------------------------------------------------------------------------------------------
-
-
-class _attached:
-    """A device that knows the host memory, closed at the end."""
-
-    def __init__(self, gpu: Gpu, host: HostMemory) -> None:
-        self._device = gpu.device()
-        self._device.register(*host.extent(), step_bytes=host.layout.slot_bytes)
-
-    def __enter__(self) -> NativeCudaDevice:
-        return self._device
-
-    def __exit__(self, *exc: object) -> Literal[False]:
-        self._device.close(WAIT_S)
-        return False
-
-
-def _on_loop(name: str, main: Callable[[], Any]) -> Any:
-    if name == "asyncio":
-        return asyncio.run(main())
-    try:
-        import uvloop
-    except ImportError:
-        return "uvloop is not installed"
-    return uvloop.run(main())
-
-
 STEP_FUNCTIONS: Final[dict[str, Callable[[Gpu], dict[str, Any]]]] = {
     "environment": environment,
     "correctness": correctness,
+    "memcheck": memcheck,
     "bandwidth": bandwidth,
     "overlap": overlap,
     "latency": latency,
     "hazards": hazards,
+    "gil": gil,
     "registration": registration,
+    "locality": locality,
     "end_to_end": end_to_end,
 }

@@ -7,7 +7,8 @@ import pytest
 from hicache_actors.cuda_ext import NativeCudaDevice, TorchCudaDevice, open_device
 from hicache_actors.cuda_ext.native.library import library, why_not
 from hicache_actors.testing.device_contract import DeviceContract
-from hicache_actors.testing.gpu_steps import TorchGpu, correctness, end_to_end, hazards
+from hicache_actors.testing.gpu_faces import TorchGpu
+from hicache_actors.testing.gpu_steps import correctness, end_to_end, gil, hazards
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -38,6 +39,6 @@ def test_the_native_device_is_the_one_that_opens() -> None:
 
 
 @NATIVE
-@pytest.mark.parametrize("step", [correctness, hazards, end_to_end])
+@pytest.mark.parametrize("step", [correctness, hazards, gil, end_to_end])
 def test_right_bytes_on_the_gpu(step) -> None:  # type: ignore[no-untyped-def]
     assert "problem" not in step(TorchGpu(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ class StubGpu:
     def compute(self, seconds: float) -> int | None:
         return None
 
+    def pin_s(self, nbytes: int) -> float | None:
+        return None
+
     def facts(self) -> dict[str, Any]:
         return {"stub": True}
 
@@ -69,6 +72,9 @@ class StubStream:
             yield
         finally:
             self._stream.capture(on=False)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run  # the stub knows no graphs: what is captured is done each time
 
     def synchronize(self) -> None:
         self._stream.synchronize()

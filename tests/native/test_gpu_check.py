@@ -31,13 +31,17 @@ def test_each_step_on_the_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch, step
     assert json.loads(json.dumps(result)) == result
     if step == "correctness":
         assert result["cases"] >= 20
+    if step == "memcheck":
+        assert result["cases"] >= 8
+    if step == "gil":
+        assert result["rounds"] > 0
     if step == "hazards":
         assert result["right"]["write_back_without"] is False  # the stub shows what goes wrong
 
 
 def test_a_step_that_fails_or_hangs_ends_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LIBCUDA, "/nowhere/libcuda.so.1")
-    here = "hicache_actors.testing.gpu_steps:NoSuchGpu"
+    here = "hicache_actors.testing.gpu_faces:NoSuchGpu"
     done = gpu_check.check(["environment", "hazards"], here, 0, {"environment": 120.0, "hazards": 0.001})
     assert done["steps"]["environment"]["ok"] is False
     assert "NoSuchGpu" in done["steps"]["environment"]["error"]
@@ -45,3 +49,43 @@ def test_a_step_that_fails_or_hangs_ends_alone(monkeypatch: pytest.MonkeyPatch, 
     path = tmp_path / "result.json"
     assert gpu_check.main(["--step", "environment", "--gpu", here, "--json", str(path)]) == 1
     assert json.loads(path.read_text())["steps"].keys() == {"environment"}
+
+
+FAKE = """#!/bin/sh
+echo ========= COMPUTE-SANITIZER
+while [ "$1" != "-m" ]; do [ "$1" = "--error-exitcode" ] && code=$2; python=$1; shift; done
+"$python" "$@" || exit 1
+echo ========= ERROR SUMMARY: 1 error
+exit ${FOUND:+$code}
+"""
+
+
+def test_the_sanitizer_runs_its_step_where_there_is_one(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    gpu = "stub_gpu:StubGpu"
+    (skipped,) = gpu_check.check(["memcheck"], gpu, 0)["steps"].values()
+    assert skipped["ok"]
+    assert "compute-sanitizer is neither on the PATH" in skipped["skipped"]
+    tool = tmp_path / "cuda" / "bin" / "compute-sanitizer"
+    tool.parent.mkdir(parents=True)
+    tool.write_text(FAKE)
+    tool.chmod(0o755)
+    monkeypatch.setenv(LIBCUDA, stub.path)
+    monkeypatch.setenv("PYTHONPATH", str(_as_package(tmp_path)))
+    gpu = "native_dry.stub_gpu:StubGpu"
+    (done,) = gpu_check.check(["memcheck"], gpu, 0, {"memcheck": 120.0})["steps"].values()
+    assert done["ok"], done
+    assert done["result"]["cases"] >= 8
+    monkeypatch.setenv("FOUND", "yes")
+    (found,) = gpu_check.check(["memcheck"], gpu, 0, {"memcheck": 120.0})["steps"].values()
+    assert not found["ok"]
+    assert found["error"].startswith("exit code 86: ")
+
+
+def _as_package(folder: Path) -> Path:
+    """These helpers, importable in another process."""
+    (folder / "native_dry").symlink_to(Path(__file__).parent, target_is_directory=True)
+    return folder
