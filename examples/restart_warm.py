@@ -96,6 +96,8 @@ if __name__ == "__main__":
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.prompts < 1:
+        parser.error("--prompts: at least 1")
     if options.serve is not None:
         asyncio.run(serve(options.folder, options.serve or None))
     else:

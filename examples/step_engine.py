@@ -144,4 +144,7 @@ async def main(requests: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="An engine thread with two steps in flight.")
     parser.add_argument("--requests", type=int, default=40, help="how many prompts to serve (default: 40)")
-    sys.exit(asyncio.run(main(parser.parse_args().requests)))
+    options = parser.parse_args()
+    if options.requests < 10:
+        parser.error("--requests: at least 10, so that some share a topic")
+    sys.exit(asyncio.run(main(options.requests)))

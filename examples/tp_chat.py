@@ -222,7 +222,10 @@ def arguments() -> argparse.Namespace:
     add("--device-pages", type=int, default=22, metavar="N", help="of each rank (%(default)s)")
     add("--host-pages", type=int, default=56, metavar="N", help="of each rank (%(default)s)")
     add("--new-tokens", type=int, default=12, metavar="N", help="in each answer, at most (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.requests < 2 or not 1 <= args.sessions <= 6:
+        parser.error("at least two requests, and one to six sessions")
+    return args
 
 
 def run_ranks(args: argparse.Namespace) -> list[Record | str]:

@@ -69,7 +69,11 @@ async def main(prompts: int, folder: str) -> int:
 def start_ranks(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return subprocess.run([*command, __file__, *arguments, "--folder", folder], check=False).returncode
+        quiet = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }  # else torchrun says that it chose this
+        return subprocess.run([*command, __file__, *arguments, "--folder", folder], env=quiet, check=False).returncode
 
 
 if __name__ == "__main__":
@@ -77,6 +81,8 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=6, help="different prompts, each served twice (default: 6)")
     parser.add_argument("--folder", help="of the store; under torchrun the same for all ranks")
     options = parser.parse_args()
+    if options.prompts < 4:
+        parser.error("--prompts: at least 4, for fewer fit on the device")
     if "RANK" not in os.environ:
         sys.exit(start_ranks(sys.argv[1:]))
     if options.folder is None:

@@ -1,4 +1,4 @@
-"""The `hicache` command.  Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration."""
+"""The `hicache` command.  Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Final, Protocol
 
 from hicache_actors.bench import command as bench
 from hicache_actors.command import doctor, plan, store
@@ -26,67 +26,54 @@ examples:
 """
 
 
+class Command(Protocol):
+    """What each module of a command has."""
+
+    HELP: str
+    EPILOG: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """-> exit code.  Raises `HiCacheError`."""
+
+
+COMMANDS: Final[dict[str, tuple[Command, str]]] = {
+    "bench": (bench, "time the cache on this machine"),
+    "plan": (plan, "how many tokens and sessions fit, for a model and sizes"),
+    "doctor": (doctor, "look at this machine and at a configuration"),
+    "store": (store, "look at a store: inspect, verify, copy, gc, doctor"),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        if options.command == "bench":
-            return bench.run(options)
-        if options.command == "plan":
-            return plan.run(options)
-        if options.command == "doctor":
-            return doctor.run(options)
-        if options.command == "store":
-            return store.run(options)
-        return _version()
+        if options.command == "version":
+            return _version()
+        command, _ = COMMANDS[options.command]
+        return command.run(options)
     except ConfigError as error:
         print(f"hicache: {error}", file=sys.stderr)
         return 2
     except HiCacheError as error:
         print(f"hicache: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("hicache: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="hicache", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    bench.add_arguments(
-        commands.add_parser(
-            "bench",
-            help="time the cache on this machine",
-            description=bench.HELP,
-            epilog=bench.EPILOG,
-            formatter_class=raw,
+    for name, (command, summary) in COMMANDS.items():
+        command.add_arguments(
+            commands.add_parser(
+                name, help=summary, description=command.HELP, epilog=command.EPILOG, formatter_class=raw
+            )
         )
-    )
-    plan.add_arguments(
-        commands.add_parser(
-            "plan",
-            help="how many tokens and sessions fit, for a model and sizes",
-            description=plan.HELP,
-            epilog=plan.EPILOG,
-            formatter_class=raw,
-        )
-    )
-    doctor.add_arguments(
-        commands.add_parser(
-            "doctor",
-            help="look at this machine and at a configuration",
-            description=doctor.HELP,
-            epilog=doctor.EPILOG,
-            formatter_class=raw,
-        )
-    )
-    store.add_arguments(
-        commands.add_parser(
-            "store",
-            help="look at a store: inspect, verify, copy, gc, doctor",
-            description=store.HELP,
-            epilog=store.EPILOG,
-            formatter_class=raw,
-        )
-    )
     commands.add_parser("version", help="print versions")
     return parser
 
