@@ -8,7 +8,8 @@ from hicache_actors.cache.asking import Asking
 from hicache_actors.cache.handles import Inside
 from hicache_actors.core import PolicyRefused
 from hicache_actors.policy_config import Eviction, WritePolicy
-from hicache_actors.ranks.intents import SetEviction, SetWritePolicy
+from hicache_actors.ranks.intents import SetEviction, SetStoreOn, SetWritePolicy
+from hicache_actors.storage_config import StoreOn
 
 
 class OpenCache(Inside, Protocol):
@@ -43,6 +44,18 @@ class PolicyVerbs:
         """
         self._check_open()
         return await self._asking.decided(lambda core: core.set_eviction(eviction), SetEviction(eviction))
+
+    async def set_store_on(self: OpenCache, store_on: StoreOn) -> PolicyRefused | None:
+        """Store pages at another time from now on, as ``storage.store_on`` says it -> None, or why not now.
+
+        With "publish" what the host holds and is not stored is backed up in the background, roots first, a job at a time.  With
+        "host_evict" nothing more is stored before its turn comes; backups that run go on, and so do those that somebody waits for.
+        No page is stored less surely for it, so this is refused in degraded mode only.
+
+        :raises ConfigError: no such time.
+        """
+        self._check_open()
+        return await self._asking.decided(lambda core: core.set_store_on(store_on), SetStoreOn(store_on))
 
     @property
     def _dirty(self: Inside) -> bool:

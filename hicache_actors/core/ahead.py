@@ -75,7 +75,7 @@ class Ahead:
     def written(self, good: list[Node]) -> None:
         """These have come to the host: what is below them can be stored now."""
         if self._below_gap and any(node.at[HOST].kids > (node is not good[-1]) for node in good):
-            self._look_again()
+            self.look_again()
 
     def gave_up(self) -> None:
         self._gave_up = True
@@ -83,8 +83,8 @@ class Ahead:
     def stored(self) -> None:
         """The store takes pages: it may also take those that were given up."""
         if self._gave_up:
-            self._look_again()
+            self.look_again()
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         self._gave_up = self._below_gap = False
         self.state.residents.recall()

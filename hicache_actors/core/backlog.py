@@ -1,4 +1,5 @@
-"""The backlog: what is on the host when a store is attached, or when somebody waits until everything is stored, and not in it.
+"""The backlog: what is on the host and not stored, when a store is attached, when all is to be stored as it comes from now on, or
+when somebody waits until everything is stored.
 
 It is backed up by the jobs that save what is computed, paths from their roots, at most one job of the backlog at a time, and none
 while a failed backup is not made good.
@@ -6,10 +7,13 @@ while a failed backup is not made good.
 
 from __future__ import annotations
 
+from typing import get_args
+
+from hicache_actors.core.config import StoreOn, check_name
 from hicache_actors.core.node import SAVING, UNSTORED
 from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State
-from hicache_actors.core.words import HOST, READY, Phase, UseStorage
+from hicache_actors.core.words import HOST, READY, Phase, PolicyRefused, UseStorage
 
 _JOB_PAGES = 256  # four batches
 _APPLY_NODES = 4096
@@ -43,6 +47,24 @@ class Backlog:
         state.note(Note.STORAGE, state.storage_epoch, attached)
         state.effects.append(use)
         self.work_off()
+
+    def set_store_on(self, store_on: StoreOn) -> PolicyRefused | None:
+        """See `Core.set_store_on`."""
+        state = self.state
+        check_name("store_on", store_on, get_args(StoreOn))
+        if store_on == state.policies.store_on:
+            return None
+        if state.degraded:
+            return PolicyRefused("degraded")
+        state.policies.store_on = store_on
+        self.saving.ahead.look_again()
+        if self.saving.ahead.stores_at_once:
+            self.take_in()
+        else:
+            state.backlog.clear()  # it goes on when its turn comes
+        state.changed = True
+        self.work_off()
+        return None
 
     def take_in(self) -> None:
         """All that is on the host is to be looked at, O(nodes)."""

@@ -8,7 +8,7 @@ from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.changes import Changes
-from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.config import StoreOn, WritePolicy
 from hicache_actors.core.explain import Explanation, explain
 from hicache_actors.core.fetch import Fetches
 from hicache_actors.core.order import Eviction
@@ -222,8 +222,17 @@ class OperatorCalls:
         """
         return self._changed_policy(self.state.policies.set_eviction(self.state, eviction))
 
+    def set_store_on(self, store_on: StoreOn) -> PolicyRefused | None:
+        """Store pages at another time from now on -> None, or why not now.
+
+        "publish": what the host holds and is not stored is backed up as with a store that has just been attached.
+
+        :raises ConfigError: no such time.
+        """
+        return self._changed_policy(self._backlog.set_store_on(store_on))
+
     def _changed_policy(self, refused: PolicyRefused | None) -> PolicyRefused | None:
         policies = self.state.policies
-        names = self.state.text(policies.write), self.state.text(policies.eviction.name)
-        self.state.note(Note.POLICY, refused is None, *names)
+        when = f"{policies.write} {policies.store_on}"
+        self.state.note(Note.POLICY, refused is None, self.state.text(when), self.state.text(policies.eviction.name))
         return refused

@@ -208,7 +208,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         nodes,
         [[residency.node.tag for residency in queue.listed()] for queue in state.residents.queues],
         [residency.node.tag for residency in state.residents.front.listed()],
-        (state.policies.write, state.policies.eviction.name, state.residents.moving),
+        (state.policies.write, state.policies.eviction.name, state.policies.store_on, state.residents.moving),
         [(pool.opened, pool.free_slots()) for pool in state.pools],
         [pin_facts(pin) for pin in state.pins.all.values()],
         [(job.id, job.kind, job.phase, job.slots, [pin.uid for pin in job.pins]) for job in state.jobs.open.values()],

@@ -25,8 +25,12 @@ class Policies:
         self.eviction = Policy(config.eviction, config.slru_protected_hits)
         self.dirty_cap_pages = int(config.write_back_dirty_cap * config.device_pages)
         self.clean_goal_pages = config.device_pages - int(config.write_back_water_mark * config.device_pages)
-        self.stores_on_publish = config.store_on == "publish"
+        self.store_on = config.store_on
         self.ready_goal_pages = config.host_pages - int(config.store_water_mark * config.host_pages)
+
+    @property
+    def stores_on_publish(self) -> bool:
+        return self.store_on == "publish"
 
     @property
     def saves(self) -> bool:

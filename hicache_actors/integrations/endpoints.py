@@ -15,7 +15,7 @@ and with ``changes=True``, for networks where only operators can reach it:
 | POST drain | {"deadline_s": 10}: writes what is to be written -> the pages that are left |
 | PUT storage | {"url": "file:///var/cache/kv", "deadline_s": 10}: uses this store from here on |
 | DELETE storage | {"deadline_s": 10}: uses no store from here on -> the calls that hang |
-| PUT policy | {"write_policy": "write_back", "eviction": "lfu"}, one or both |
+| PUT policy | {"write_policy": "write_back", "eviction": "lfu", "store_on": "publish"}, or some of them |
 | POST epoch | {"weights": "step-1200"}: the model has other weights from here on |
 
 Errors are {"error": text}: 400 for what the caller got wrong, 409 for what is refused now, 501 for a missing extra, 502 for a store
@@ -37,6 +37,7 @@ from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import Scope
 from hicache_actors.metrics import Collector
 from hicache_actors.policy_config import Eviction, WritePolicy
+from hicache_actors.storage_config import StoreOn
 
 Message: TypeAlias = MutableMapping[str, Any]
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class _Storage(_Limit, kw_only=True, forbid_unknown_fields=True):
 class _Policy(msgspec.Struct, forbid_unknown_fields=True):
     write_policy: WritePolicy | None = None
     eviction: Eviction | None = None
+    store_on: StoreOn | None = None
 
 
 class _Epoch(msgspec.Struct, forbid_unknown_fields=True):
@@ -168,6 +170,10 @@ class CacheEndpoints:
             refused = await self._cache.set_eviction(asked.eviction)
             if refused is not None:
                 return _error(409, f"eviction: {refused.reason}")
+        if asked.store_on is not None:
+            refused = await self._cache.set_store_on(asked.store_on)
+            if refused is not None:
+                return _error(409, f"store_on: {refused.reason}")
         return _json({})
 
     async def _epoch(self, body: bytes) -> _Answer:

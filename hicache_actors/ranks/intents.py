@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hicache_actors.core import Core
-from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.config import StoreOn, WritePolicy
 from hicache_actors.core.order import Eviction
 from hicache_actors.errors import HiCacheError, PeerError
 from hicache_actors.keys.prompt import Prompt
@@ -167,6 +167,13 @@ class SetEviction(Told, frozen=True):
         core.set_eviction(self.eviction)
 
 
+class SetStoreOn(Told, frozen=True):
+    store_on: StoreOn
+
+    def run(self, core: Core, asked: Asked) -> None:
+        core.set_store_on(self.store_on)
+
+
 AnyTold: TypeAlias = (
     AskAcquire
     | AskStored
@@ -183,6 +190,7 @@ AnyTold: TypeAlias = (
     | AdvanceEpoch
     | SetWritePolicy
     | SetEviction
+    | SetStoreOn
 )
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from hicache_actors.core import Core, CoreLease
-from hicache_actors.core.config import WritePolicy
+from hicache_actors.core.config import StoreOn, WritePolicy
 from hicache_actors.core.order import EVICTIONS
 from hicache_actors.core.words import Shortfall, Wake
 from hicache_actors.keys.prompt import Prompt
@@ -21,6 +21,7 @@ from hicache_actors.keys.scope import NO_SCOPE, Scope
 from hicache_actors.testing.world import SimWorld
 
 SWITCHED_POLICIES: Final[tuple[WritePolicy, ...]] = ("write_through", "write_through_selective", "write_back")
+STORE_TIMES: Final[tuple[StoreOn, ...]] = ("publish", "host_evict")
 FAMILIES = 6
 BRANCHES = 3
 MAX_LIVE = 6
@@ -361,10 +362,13 @@ class TwinScript:
     def _switch(self) -> None:
         rng = self.rng
         with self.section():
-            if rng.random() < 0.5:
+            what = rng.random()
+            if what < 0.4:
                 refused = self.core.set_write_policy(rng.choice(SWITCHED_POLICIES))
-            else:
+            elif what < 0.8:
                 refused = self.core.set_eviction(rng.choice(EVICTIONS))
+            else:
+                refused = self.core.set_store_on(rng.choice(STORE_TIMES))
         self.stats["policy_set" if refused is None else f"policy_{refused.reason}"] += 1
 
     def _held_waiters(self) -> set[int]:

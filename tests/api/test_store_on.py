@@ -10,6 +10,7 @@ import pytest
 
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.core.words import Match
+from hicache_actors.errors import ConfigError
 from hicache_actors.testing.engines import StepEngine
 from hicache_actors.testing.small import Small, open_small, prompt
 
@@ -101,3 +102,19 @@ async def test_closing_drains_for_an_engine_that_has_stopped_stepping() -> None:
         engine.close()
     assert {rid: answer.tokens for rid, answer in again.items()} == {rid: a.tokens for rid, a in answers.items()}
     assert sum(answer.account.storage for answer in again.values()) == 4 * 16
+
+
+@LOOPS
+async def test_the_time_may_be_changed_while_the_cache_runs(anyio_backend: object) -> None:
+    backend = MemoryBackend()
+    async with open_small(host_pages=32, backend=backend, store_on="host_evict") as small:
+        await serve(small, 1, 2, 3)
+        assert backend.stats()["objects"] == 0
+        assert await small.cache.set_store_on("publish") is None
+        assert await small.cache.drain(30.0) == 0
+        assert backend.stats()["objects"] == 12
+        assert await small.cache.set_store_on("host_evict") is None
+        await serve(small, 4)
+        assert backend.stats()["objects"] == 12
+        with pytest.raises(ConfigError, match="store_on"):
+            await small.cache.set_store_on("sometimes")  # type: ignore[arg-type]

@@ -192,6 +192,9 @@ class Model:
         lost = [p for p, s in zip(job.pages[n:], job.target[n:], strict=True) if self.held[target].get(p) == s]
         if job.kind == "write_back":
             self.lose(HOST, lost)
+            if not sound:  # nobody has computed them
+                for path in lost:
+                    self.lose(DEVICE, self.below(DEVICE, path))
         elif lost:
             top = job.pages[n]
             self.lose(DEVICE, self.below(DEVICE, top))

@@ -341,10 +341,18 @@ class CoreMachine(RuleBasedStateMachine):
         self.section(may_evict=False)
         assert self.core.next_due_ms is None or self.core.next_due_ms > self.now_ms
 
-    @rule(odds=st.integers(0, 3), write_policy=st.sampled_from(POLICIES), eviction=st.sampled_from(EVICTIONS))
-    def change(self, odds: int, write_policy: WritePolicy, eviction: Eviction) -> None:
+    @rule(
+        odds=st.integers(0, 4),
+        write_policy=st.sampled_from(POLICIES),
+        eviction=st.sampled_from(EVICTIONS),
+        store_on=st.sampled_from(STORE_ON),
+    )
+    def change(self, odds: int, write_policy: WritePolicy, eviction: Eviction, store_on: StoreOn) -> None:
         if odds == 0:
             self.core.set_eviction(eviction)
+        elif odds == 2:
+            other_time = store_on != self.core.state.policies.store_on
+            assert (self.core.set_store_on(store_on) is not None) == (other_time and self.core.degraded)
         elif odds == 1:
             dirty, gaps = self.core.usage().dirty_pages, self.core.state.residents.gaps
             lossy = self.saves_ahead and bool(dirty or gaps)

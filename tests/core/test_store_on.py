@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache_actors.core import Core, CoreLease
+from hicache_actors.core import Core, CoreLease, PolicyRefused
 from hicache_actors.core.check import nodes_of
 from hicache_actors.core.node import UNSTORED, Node
 from hicache_actors.core.order import EVICTIONS, Eviction
@@ -469,3 +469,39 @@ def test_what_goes_next_is_stored_as_far_as_the_mark_says(eviction: Eviction, wr
 def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make(**settings)
+
+
+# -- at run time --------------------------------------------------------------------------------------------------------------
+
+
+def test_from_publish_on_everything_is_stored_what_is_there_first() -> None:
+    core = lazy()
+    assert saved(fill(core, 1, 2, 3)) == []
+    assert core.set_store_on("publish") is None
+    assert sorted(saved(settle(core))) == [(family, 0, 5) for family in (1, 2, 3)]
+    assert core.usage().stored_pages == 15
+    assert saved(fill(core, 4)) == [(4, 0, 5)]
+    whole(core)
+
+
+def test_from_host_evict_on_pages_wait_for_their_turn() -> None:
+    core = lazy()
+    assert core.set_store_on("publish") is None
+    assert saved(fill(core, 1, 2)) == [(1, 0, 5), (2, 0, 5)]
+    assert core.set_store_on("host_evict") is None
+    assert core.set_store_on("host_evict") is None, "nothing to do"
+    assert saved(fill(core, 3, 4, 5, 6)) == []
+    # The host is at its mark; 1 and 2 are next to go, and stored.
+    assert saved(fill(core, 7)) == []
+    assert saved(fill(core, 8)) == []
+    assert saved(fill(core, 9)) == [(3, 0, 5)]
+    whole(core)
+
+
+def test_another_time_is_refused_when_nothing_is_stored_any_more() -> None:
+    core = lazy()
+    with pytest.raises(ConfigError):
+        core.set_store_on("never")  # type: ignore[arg-type]
+    core.degrade()
+    assert core.set_store_on("publish") == PolicyRefused("degraded")
+    assert core.set_store_on("host_evict") is None, "nothing to do"

@@ -20,6 +20,7 @@ from hicache_actors.ranks.intents import (
     Release,
     Reset,
     SetEviction,
+    SetStoreOn,
     SetWritePolicy,
     TakeBack,
     decode,
@@ -127,10 +128,11 @@ def test_another_policy_holds_on_all_ranks() -> None:
     two = Two()
     two.post(SetWritePolicy("write_back"), lambda core: core.set_write_policy("write_back"))
     two.post(SetEviction("slru"), lambda core: core.set_eviction("slru"))
+    two.post(SetStoreOn("host_evict"), lambda core: core.set_store_on("host_evict"))
     two.step()
     for rank in (two.leader, two.other):
         policies = rank.core.state.policies
-        assert (policies.write, policies.eviction.name) == ("write_back", "slru")
+        assert (policies.write, policies.eviction.name, policies.store_on) == ("write_back", "slru", "host_evict")
     assert two.leader.core.state_digest() == two.other.core.state_digest()
     with pytest.raises(PeerError, match="not an intake"):
         decode(encode(IntakeBatch(1, [SetEviction("random")])))  # type: ignore[arg-type]
