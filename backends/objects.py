@@ -88,6 +88,11 @@ class Expected(NamedTuple):
         page, chunk = divmod(number, len(self.chunks))
         seal(object, self.namespace, self.page_hashes[page], self.chunks[chunk])
 
+    def judge(self, object: memoryview, number: int, *, checksum: bool) -> Verdict:
+        """Is it the object of that number?"""
+        page, chunk = divmod(number, len(self.chunks))
+        return verify(object, self.namespace, self.page_hashes[page], self.chunks[chunk], checksum=checksum)
+
     def names(self) -> Names:
         """For the native library.  ValueError for digests of another length."""
         unchecked = bytes(not self.checksums() for _ in self.page_hashes)

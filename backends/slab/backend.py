@@ -1,4 +1,4 @@
-"""The backend: batches cut up for a few threads, each looking up, moving and looking again."""
+"""The backend: a batch is one hop to a worker thread, which looks up, moves and looks again."""
 
 from __future__ import annotations
 
@@ -7,35 +7,42 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeVar
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.backends.objects import Expected, Verdict, seal_many
+from hicache_actors.backends.helping import Help
+from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.slab import store_file
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
-from hicache_actors.backends.slab.medium import Direct, Mapped, Medium, Piece
+from hicache_actors.backends.slab.medium import File, Mapped, Medium, Piece
 from hicache_actors.backends.slab.options import SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import Claim, Found
-from hicache_actors.errors import BackendError
+from hicache_actors.errors import BackendError, StoppedError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
 
-T = TypeVar("T")
-
-THREADS: Final = 4  #: at one batch: a disk is kept busy by as many requests
-_CLAIMED_AT_ONCE: Final = 16  #: slots of one thread that nobody else can use meanwhile
+_CLAIMED_AT_ONCE: Final = 256  # slots of one thread that nobody else can use meanwhile ...
+_CLAIMED_PART: Final = 8  # ... and at most this part of all
+_LOOKED_UP_AT_ONCE: Final = 256  # on the loop
 _LISTED_AT_ONCE: Final = 4096
+
+
+class _Store(NamedTuple):
+    file: StoreFile
+    medium: Medium
 
 
 class SlabBackend(Backend):
     """Any number of processes of this host may open one store; each finds at once what another has acknowledged.
 
-    All objects of a store have the length of the first, or less: one folder for each kind of model.  An object in a full set of
-    slots makes the one go that was unused for longest, whoever wrote it.  Nothing is synced: after a power failure the checksums of
-    objects tell what is left of them.
+    All objects of a store have the length of the first, or less: one folder for each kind of model.  A full store makes those go
+    that have not been used for long, whoever wrote them.  Nothing is synced: after a power failure the checksums of objects tell
+    what is left of them.
 
     A process that is killed at any instant loses what was not acknowledged, and nothing else: see `Table`.
     """
@@ -47,34 +54,39 @@ class SlabBackend(Backend):
         self.url = url
         self.options = SlabOptions.parse(url)
         self._workers = workers
-        self._file: StoreFile | None = None
-        self._medium: Medium | None = None
+        self._store: _Store | None = None
         self._making = asyncio.Lock()
         self._door = Doorkeeper() if self.options.admit_second else None
         self._counts: Counter[str] = Counter()
         self._closed = False
 
     async def open(self) -> None:
-        with self._errors("open"):
-            self._attach(await self._workers.run(lambda: store_file.find(self.options, map_slots=self._maps)))
+        await self._found()
 
     async def close(self) -> None:
         # The descriptors close with their last user: a call that hangs must never find its number given to another file.
-        self._closed, self._file, self._medium = True, None, None
+        self._closed, self._store = True, None
 
     async def exists(self, keys: Sequence[str]) -> int:
-        file = await self._found_file()
-        if file is None:
-            leading = 0
-        else:
-            find = file.table.find
-            leading = next((at for at, key in enumerate(keys) if find(key) is None), len(keys))
+        store = await self._found()
+        leading = 0
+        while store is not None and leading < len(keys):
+            part = keys[leading : leading + _LOOKED_UP_AT_ONCE]
+            found = store.file.table.find_many(part)
+            here = found.index(None) if None in found else len(part)
+            leading += here
+            if here < len(part):
+                break
+            await asyncio.sleep(0)
         if self._door is not None:
             self._door.ask(keys[leading:])
         return leading
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         return [found for found, _ in await self._read(keys, buffers, None)]
+
+    async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        return [found for found, _ in await self._read(keys, buffers, None, touch=False)]
 
     async def read_checked(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
@@ -90,34 +102,33 @@ class SlabBackend(Backend):
         return await self._write(keys, buffers, expected)
 
     async def _read(
-        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
+        self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None, *, touch: bool = True
     ) -> list[tuple[bool, Verdict | None]]:
         """-> whether each was found, and what it is if something is expected."""
-        file, medium = await self._found_file(), self._medium
-        if file is None or medium is None:
-            self._counts["misses"] += len(keys)
-            return [(False, None)] * len(keys)
+        store = await self._found()
+        answers: list[tuple[bool, Verdict | None]] = [(False, None)] * len(keys)
+        if store is not None and keys:
+            table, medium, help = store.file.table, store.medium, self._help()
 
-        def read(part: range) -> list[tuple[bool, Verdict | None]]:
-            found = [file.table.find(keys[at]) for at in part]
-            here = [
-                (at, slot)
-                for at, slot in zip(part, found, strict=True)
-                if slot is not None and slot.length == len(buffers[at])
-            ]
-            medium.read([Piece(slot.slot, buffers[at]) for at, slot in here])
-            verdicts: Sequence[Verdict | None] = [None] * len(part)
-            if expected is not None and here:
-                verdicts = _of(expected, part).verify(buffers[part.start : part.stop])
-            answers = [False] * len(part)
-            now_ms = _now_ms()
-            for at, slot in here:
-                if file.table.unchanged(slot):  # else somebody has written into the slot meanwhile
-                    file.table.touch(slot, now_ms)
-                    answers[at - part.start] = True
-            return list(zip(answers, verdicts, strict=True))
+            def read() -> None:
+                here = [
+                    (found, at)
+                    for at, found in enumerate(table.find_many(keys))
+                    if found is not None and found.length == len(buffers[at])
+                ]
+                here.sort()
+                pieces = [Piece(found.slot, buffers[at], at) for found, at in here]
+                verdicts = medium.read(pieces, expected, help)
+                # Where an entry has changed, somebody has written into the slot meanwhile.
+                same = table.unchanged([found for found, _ in here])
+                for (_, at), verdict, unchanged in zip(here, verdicts, same, strict=True):
+                    answers[at] = (unchanged, verdict)
+                if touch:
+                    used = [found for (found, _), unchanged in zip(here, same, strict=True) if unchanged]
+                    table.touch(used, _now_ms())
 
-        answers = await self._in_parts("read", len(keys), read, expected)
+            with self._errors("read"):
+                await self._workers.run(read)
         hits = sum(found for found, _ in answers)
         self._counts["hits"] += hits
         self._counts["misses"] += len(answers) - hits
@@ -128,59 +139,72 @@ class SlabBackend(Backend):
     ) -> list[Stored]:
         if not keys:
             return []
-        file = await self._made_file(max(map(len, buffers)))
-        medium = self._medium
-        assert medium is not None
+        store = await self._made(max(map(len, buffers)))
+        step = max(1, min(_CLAIMED_AT_ONCE, store.file.geometry.slots // _CLAIMED_PART))
+        parts = [range(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
+        help = self._help()
 
-        def write(part: range) -> list[Stored]:
-            outcomes = []
-            step = _whole_pages(_CLAIMED_AT_ONCE, expected)
-            for start in range(part.start, part.stop, step):
-                outcomes += write_some(range(start, min(start + step, part.stop)))
-            return outcomes
+        def write() -> list[Stored]:
+            return [
+                outcome for part in parts for outcome in self._write_some(store, keys, buffers, part, expected, help)
+            ]
 
-        def write_some(part: range) -> list[Stored]:
-            outcomes = [Stored.FAILED] * len(part)
-            claims: list[tuple[int, Claim]] = []
-            refusals = {at: self._refusal(file, keys[at], len(buffers[at])) for at in part}
-            try:
-                with file.table.changing():
-                    for at, refusal in refusals.items():
-                        claim = None if refusal else file.table.claim(keys[at], len(buffers[at]))
-                        if isinstance(claim, Found):
-                            outcomes[at - part.start] = Stored.PRESENT
-                        elif claim is not None:
-                            claims.append((at, claim))
-                        else:
-                            self._counts[refusal or "set_full"] += 1
-                if claims and expected is not None:
-                    seal_many(buffers[part.start : part.stop], *_of(expected, part)[:3])
-                medium.write([Piece(claim.slot, buffers[at]) for at, claim in claims])
-            except BaseException:
-                with file.table.changing():
-                    for _, claim in claims:
-                        file.table.give_up(claim)
-                raise
-            now_ms = _now_ms()
-            with file.table.changing():
-                for at, claim in claims:
-                    stays = file.table.publish(claim, now_ms)
-                    outcomes[at - part.start] = Stored.WRITTEN if stays else Stored.PRESENT
-            return outcomes
-
-        outcomes = await self._in_parts("write", len(keys), write, expected)
+        with self._errors("write"):
+            outcomes = await self._workers.run(write)
         self._counts["written"] += outcomes.count(Stored.WRITTEN)
         self._counts["present"] += outcomes.count(Stored.PRESENT)
         return outcomes
 
+    def _write_some(
+        self,
+        store: _Store,
+        keys: Sequence[str],
+        buffers: Sequence[memoryview],
+        part: range,
+        expected: Expected | None,
+        help: Help,
+    ) -> list[Stored]:
+        """In a worker thread."""
+        table = store.file.table
+        outcomes = dict.fromkeys(part, Stored.FAILED)
+        with table.changing():
+            wanted = self._admitted(store.file, keys, buffers, part)
+            answers = table.claim_many([keys[at] for at in wanted], [len(buffers[at]) for at in wanted])
+        claims: list[tuple[Claim, int]] = []
+        present: list[Found] = []
+        for at, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, Claim):
+                claims.append((answer, at))
+            elif answer is None:
+                self._counts["all_busy"] += 1
+            else:
+                present.append(answer)
+                outcomes[at] = Stored.PRESENT
+        claims.sort()
+        claimed = [claim for claim, _ in claims]
+        try:
+            store.medium.write([Piece(claim.slot, buffers[at], at) for claim, at in claims], expected, help)
+        except BaseException:
+            with table.changing():
+                table.give_up(claimed)
+            raise
+        now_ms = _now_ms()
+        table.touch(present, now_ms)
+        with table.changing():
+            stays = table.publish_many(claimed, now_ms)
+        for (_, at), stayed in zip(claims, stays, strict=True):
+            outcomes[at] = Stored.WRITTEN if stayed else Stored.PRESENT
+        return list(outcomes.values())
+
     async def delete(self, keys: Sequence[str]) -> int:
-        file = await self._found_file()
-        if file is None:
+        store = await self._found()
+        if store is None:
             return 0
+        table = store.file.table
 
         def remove() -> int:
-            with file.table.changing():
-                return sum(map(file.table.remove, keys))
+            with table.changing():
+                return table.remove(keys)
 
         return await self._workers.run(remove)
 
@@ -190,119 +214,115 @@ class SlabBackend(Backend):
         return removed
 
     async def lengths(self, keys: Sequence[str]) -> list[int | None]:
-        file = await self._found_file()
-        found = [None if file is None else file.table.find(key) for key in keys]
+        store = await self._found()
+        found = [None] * len(keys) if store is None else store.file.table.find_many(keys)
         return [None if slot is None else slot.length for slot in found]
 
     async def clear(self) -> None:
-        file = await self._found_file()
-        if file is not None:
+        store = await self._found()
+        if store is not None:
+            table = store.file.table
 
             def clear() -> None:
-                with file.table.changing():
-                    file.table.clear()
+                with table.changing():
+                    table.clear()
 
             await self._workers.run(clear)
 
     async def keys(self) -> AsyncIterator[str]:
-        file = await self._found_file()
-        slots = 0 if file is None else file.table.slots
+        store = await self._found()
+        slots = 0 if store is None else store.file.table.slots
         for start in range(0, slots, _LISTED_AT_ONCE):
-            assert file is not None
+            assert store is not None
             part = range(start, min(start + _LISTED_AT_ONCE, slots))
-            for key in await self._workers.run(file.table.keys, part):
+            for key in await self._workers.run(store.file.table.keys, part):
                 yield key
 
     def stats(self) -> Mapping[str, int | float | str]:
-        file, medium = self._file, self._medium
-        if file is None or medium is None:
+        """``io``: ``direct`` past the page cache, ``buffered`` through it, or ``mapped``; ``requests``: what keeps several of them
+        under way, ``io_uring`` or ``threads``; ``why_*``: why it is not the better one."""
+        store = self._store
+        if store is None:
             return {"slots": 0, **self._counts}
-        geometry = file.geometry
+        geometry = store.file.geometry
         return {
-            "io": medium.name, "slots": geometry.slots, "slot_bytes": geometry.slot_bytes, "file_bytes": geometry.file_bytes,
-            **self._counts,
+            **store.medium.facts, "slots": geometry.slots, "slot_bytes": geometry.slot_bytes,
+            "file_bytes": geometry.file_bytes, **self._counts,
         }  # fmt: skip
 
     @property
     def _maps(self) -> bool:
         return self.options.kind != "slab"
 
-    def _refusal(self, file: StoreFile, key: str, n_bytes: int) -> str:
+    def _admitted(self, file: StoreFile, keys: Sequence[str], buffers: Sequence[memoryview], part: range) -> list[int]:
+        """Which of ``part`` may be stored.  While nobody else changes the table."""
+        wanted: list[int] = []
         limit_bytes = self.options.write_bytes_per_day
-        if n_bytes > file.geometry.slot_bytes:
-            return "too_large"
-        if self._door is not None and not self._door.admits(key):
-            return "not_admitted"
-        if limit_bytes and file.table.find(key) is None and not file.spend(n_bytes, limit_bytes):
-            return "over_daily_limit"
-        return ""
+        found = file.table.find_many(keys[part.start : part.stop]) if limit_bytes else [None] * len(part)
+        for at, there in zip(part, found, strict=True):
+            n_bytes = len(buffers[at])
+            if n_bytes > file.geometry.slot_bytes:
+                self._counts["too_large"] += 1
+            elif self._door is not None and not self._door.admits(keys[at]):
+                self._counts["not_admitted"] += 1
+            elif limit_bytes and there is None and not file.spend(n_bytes, limit_bytes):
+                self._counts["over_daily_limit"] += 1
+            else:
+                wanted.append(at)
+        return wanted
 
-    async def _found_file(self) -> StoreFile | None:
+    def _help(self) -> Help:
+        here = copy_context()  # which pool a call belongs to is known by its task
+
+        def help(work: Callable[[], None]) -> Future[None] | None:
+            with suppress(BackendError, StoppedError):  # no thread can be had
+                return here.run(self._workers.submit, work)
+            return None
+
+        return help
+
+    async def _found(self) -> _Store | None:
         """Another process may have made it meanwhile."""
         if self._closed:
             raise BackendError(f"{self.url}: closed", retryable=False)
-        if self._file is None:
+        if self._store is None:
             async with self._making:
-                if self._file is None:
+                if self._store is None:
                     with self._errors("open"):
-                        self._attach(
-                            await self._workers.run(lambda: store_file.find(self.options, map_slots=self._maps))
+                        found = await self._workers.run(
+                            lambda: self._opened(store_file.find(self.options, map_slots=self._maps))
                         )
-        return self._file
+                    self._store = None if self._closed else found
+        return self._store
 
-    async def _made_file(self, object_bytes: int) -> StoreFile:
-        file = await self._found_file()
-        if file is None:
+    async def _made(self, object_bytes: int) -> _Store:
+        store = await self._found()
+        if store is None:
             async with self._making:
-                if self._file is None:
+                if self._store is None:
+                    options, maps = self.options, self._maps
                     with self._errors("make the store"):
-                        options, maps = self.options, self._maps
-                        self._attach(
-                            await self._workers.run(lambda: store_file.make(options, object_bytes, map_slots=maps))
+                        self._store = await self._workers.run(
+                            lambda: self._opened(store_file.make(options, object_bytes, map_slots=maps))
                         )
-                file = self._file
-        assert file is not None
-        return file
+                store = self._store
+        assert store is not None
+        return store
 
-    def _attach(self, file: StoreFile | None) -> None:
-        if file is not None:
-            self._file, self._medium = file, Mapped(file) if self._maps else Direct(file)
-
-    async def _in_parts(
-        self, what: str, n: int, work: Callable[[range], list[T]], expected: Expected | None
-    ) -> list[T]:
-        """``work`` on ``n`` objects, in a few threads -> its answers, in order; raises `BackendError` when all have ended."""
-        step = _whole_pages(-(-n // THREADS), expected)
-        cuts = [range(start, min(start + step, n)) for start in range(0, n, step)]
-        answers = await asyncio.gather(*(self._workers.run(work, cut) for cut in cuts), return_exceptions=True)
-        flat: list[T] = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                with self._errors(what):
-                    raise answer
-            flat += answer
-        return flat
+    def _opened(self, file: StoreFile | None) -> _Store | None:
+        if file is None:
+            return None
+        return _Store(file, Mapped(file) if self._maps else File(file, self.options))
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
+        """One thread raises for all that worked at a batch, when they have ended."""
         try:
             yield
         except OSError as error:
             self._counts["failed"] += 1
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise BackendError(f"{self.url}: {what}: {reason}") from error
-
-
-def _whole_pages(n_objects: int, expected: Expected | None) -> int:
-    """So many, or a few more: the objects of a page are judged together."""
-    per_page = 1 if expected is None else len(expected.chunks)
-    return max(1, -(-n_objects // per_page)) * per_page
-
-
-def _of(expected: Expected, part: range) -> Expected:
-    """What is expected of a part, which has whole pages."""
-    per_page = len(expected.chunks)
-    return expected._replace(page_hashes=expected.page_hashes[part.start // per_page : -(-part.stop // per_page)])
 
 
 def _now_ms() -> int:

@@ -1,4 +1,4 @@
-"""How bytes come into slots and out of them.  Called in worker threads, several at once."""
+"""How bytes come into slots and out of them: past the page cache, through it, or through a mapping.  Worker threads call."""
 
 from __future__ import annotations
 
@@ -6,156 +6,210 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from hicache_actors.backends.slab.store_file import StoreFile
-from hicache_actors.backends.slab.table import ALIGN
+from hicache_actors.backends.helping import Help
+from hicache_actors.backends.objects import Expected
+from hicache_actors.backends.slab import moves
+from hicache_actors.backends.slab.moves import Batch, Verdicts
+from hicache_actors.backends.slab.options import SlabOptions
+from hicache_actors.backends.slab.store_file import ALIGN, StoreFile
+from hicache_actors.backends.urls import FIELD
 from hicache_actors.cuda_ext.native import slots as native
+from hicache_actors.cuda_ext.native.buffers import address, addresses, lengths
+from hicache_actors.cuda_ext.native.library import why_not
+from hicache_actors.errors import ConfigError
 from hicache_actors.runtime.observation import bind_log
 
 _REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Piece(NamedTuple):
+    """``number``: which of the expected objects it is."""
+
     slot: int
     buffer: memoryview
+    number: int
 
 
 class Medium(Protocol):
     @property
-    def name(self) -> str:
-        """For `stats`."""
+    def facts(self) -> Mapping[str, str]:
+        """For `stats`: which way it goes, and why not another."""
 
-    def read(self, pieces: Sequence[Piece]) -> None:
-        """Fill each buffer from the beginning of its slot.  Raises OSError."""
+    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
+        """Fill each buffer from the beginning of its slot.  ``pieces`` in the order of slots.  Raises OSError."""
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
         """Raises OSError; then any of the slots may hold anything."""
 
 
 class Mapped:
     """Memory that is mapped: a copy each way, at the speed of memory while the pages are there."""
 
-    name = "mapped"
+    facts: Mapping[str, str] = {"io": "mapped"}
 
     def __init__(self, file: StoreFile) -> None:
         assert file.slots is not None
-        self._slots, self._slot_bytes = file.slots, file.geometry.slot_bytes
+        self._file, self._slots, self._slot_bytes = file, file.slots, file.geometry.slot_bytes
 
-    def read(self, pieces: Sequence[Piece]) -> None:
-        self._copy([buffer for _, buffer in pieces], [self._part(piece) for piece in pieces])
+    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
+        return self._move(pieces, expected, help, writes=False)
 
-    def write(self, pieces: Sequence[Piece]) -> None:
-        self._copy([self._part(piece) for piece in pieces], [buffer for _, buffer in pieces])
+    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
+        self._move(pieces, expected, help, writes=True)
 
-    def _copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    def _move(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None, *, writes: bool) -> Verdicts:
+        placed = [moves.Piece(slot * self._slot_bytes, buffer, number) for slot, buffer, number in pieces]
+        batch = Batch(placed, expected, writes)
         library = native.slots()
-        if library is not None:
-            library.copy(targets, sources)
-            return
-        for target, source in zip(targets, sources, strict=True):
-            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
-
-    def _part(self, piece: Piece) -> memoryview:
-        start = piece.slot * self._slot_bytes
-        return self._slots[start : start + len(piece.buffer)]
+        if library is None:
+            return moves.in_python_memory(batch, self._slots)
+        return moves.by_threads(library, batch, help, memory=address(self._slots))
 
 
-class Direct:
-    """Past the page cache where the file system and the buffer allow it: host slots do, at addresses and lengths of 4096.
+class File:
+    """System calls: past the page cache where the file system and the buffer allow it, as host slots do at addresses and lengths
+    of 4096.
 
-    Half the processor time of buffered I/O, and no second copy of each page in memory.  A file system that refuses it, when it is
-    opened or later, is named in one warning, and everything is buffered from then on: ``name`` says which it is.
+    That costs half the processor time of buffered I/O, and no second copy of each page in memory.  A file system that refuses it,
+    when it is opened or later, is named in one warning, and everything is buffered from then on, unless ``direct=on`` forbids it.
+    Many requests are under way at once: by io_uring where the kernel allows that, else by several threads.
     """
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: StoreFile, options: SlabOptions) -> None:
+        """Raises OSError; `ConfigError` where an option asks for what this system refuses."""
         self._file = file  # its descriptor stays open as long as this one is used
-        self._path, self._geometry, self._buffered = file.path, file.geometry, file.fd
-        self._direct = -1
+        self._url, self._geometry, self._buffered = options.url, file.geometry, file.fd
+        self._must_be_direct = options.direct == "on"
+        self._direct, self._rings = -1, None
         self._lock = threading.Lock()
-        try:
-            self._direct = _open_direct(file.path)
-            weakref.finalize(self, os.close, self._direct)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            self._warn(error)
-
-    @property
-    def name(self) -> str:
-        return "buffered" if self._direct < 0 else "direct"
-
-    def read(self, pieces: Sequence[Piece]) -> None:
-        self._move(pieces, writes=False)
-
-    def write(self, pieces: Sequence[Piece]) -> None:
-        self._move(pieces, writes=True)
-
-    def _move(self, pieces: Sequence[Piece], *, writes: bool) -> None:
-        by_fd: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            by_fd.setdefault(self._fd(piece.buffer), []).append(piece)
-        for fd, group in by_fd.items():
-            buffers, offsets = [piece.buffer for piece in group], [self._at(piece.slot) for piece in group]
+        self._why_buffered = "direct=off" if options.direct == "off" else ""
+        if not self._why_buffered:
             try:
-                _move(fd, buffers, offsets, writes)
+                self._direct = _open_direct(file.path)
+                weakref.finalize(self, os.close, self._direct)
             except OSError as error:
-                if fd == self._buffered or error.errno not in _REFUSALS:
+                if error.errno not in _REFUSALS:
                     raise
                 self._give_up_direct(error)
-                _move(self._buffered, buffers, offsets, writes)
+        self._rings, self._why_threads = _rings(options, self._direct)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        requests = "threads" if self._rings is None else "io_uring"
+        facts = {"io": "buffered" if self._direct < 0 else "direct", "requests": requests}
+        why = {"why_buffered": self._why_buffered, "why_no_io_uring": self._why_threads}
+        return facts | {name: reason for name, reason in why.items() if reason}
+
+    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
+        return self._move(pieces, expected, help, writes=False)
+
+    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
+        self._move(pieces, expected, help, writes=True)
+
+    def _move(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None, *, writes: bool) -> Verdicts:
+        geometry = self._geometry
+        verdicts: Verdicts = [None] * len(pieces)
+        if not pieces:
+            return verdicts
+        aligned = _aligned([piece.buffer for piece in pieces]) if self._direct >= 0 else [False] * len(pieces)
+        for direct in (True, False):
+            chosen = [at for at, is_aligned in enumerate(aligned) if is_aligned is direct]
+            if not chosen:
+                continue
+            placed = [
+                moves.Piece(geometry.data_at + slot * geometry.slot_bytes, buffer, number)
+                for slot, buffer, number in (pieces[at] for at in chosen)
+            ]
+            for at, verdict in zip(
+                chosen, self._moved(Batch(placed, expected, writes), help, direct=direct), strict=True
+            ):
+                verdicts[at] = verdict
+        return verdicts
+
+    def _moved(self, batch: Batch, help: Help | None, *, direct: bool) -> Verdicts:
+        fd = self._direct if direct else self._buffered
+        if fd >= 0:
+            try:
+                return self._by(batch, help, fd)
+            except OSError as error:
+                if fd == self._buffered or self._must_be_direct or error.errno not in _REFUSALS:
+                    raise
+                self._give_up_direct(error)
+        return self._by(batch, help, self._buffered)
+
+    def _by(self, batch: Batch, help: Help | None, fd: int) -> Verdicts:
+        library, rings = native.slots(), self._rings
+        if library is None:
+            return moves.in_python(batch, fd)
+        # What the page cache has is copied in the call itself, one request after the other: threads do that side by side.
+        if rings is None or fd == self._buffered:
+            return moves.by_threads(library, batch, help, fd=fd)
+        return moves.by_uring(library, batch, rings, fd)
 
     def _give_up_direct(self, error: OSError) -> None:
         """Any thread; others may still be using the descriptor, so it stays open."""
+        reason = os.strerror(error.errno or 0)
+        if self._must_be_direct:
+            raise ConfigError(
+                FIELD,
+                self._url,
+                f"direct=on, and the file system refuses it ({reason})",
+                fix="say direct=auto, or move it",
+            ) from error
         with self._lock:
-            if self._direct < 0:
+            if self._why_buffered:
                 return
-            self._direct = -1
-        self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        bind_log(backend="slab").warning(
-            "direct_io_refused", path=self._path, errno=error.errno, reason=os.strerror(error.errno or 0)
-        )
-
-    def _at(self, slot: int) -> int:
-        return self._geometry.data_at + slot * self._geometry.slot_bytes
-
-    def _fd(self, buffer: memoryview) -> int:
-        if self._direct < 0 or len(buffer) % ALIGN or _address(buffer) % ALIGN:
-            return self._buffered
-        return self._direct
+            self._direct, self._why_buffered = -1, reason
+        bind_log(backend="slab").warning("direct_io_refused", path=self._file.path, errno=error.errno, reason=reason)
 
 
-def _move(fd: int, buffers: Sequence[memoryview], offsets: Sequence[int], writes: bool) -> None:
+def _rings(options: SlabOptions, fd: int) -> tuple[native.Rings | None, str]:
+    """-> queues to the kernel, or why there are none: what it says when it is asked for a first read."""
+    if options.io == "threads":
+        return None, "io=threads"
     library = native.slots()
-    if library is not None:
-        library.move(fd, buffers, offsets, writes=writes)
-        return
-    for buffer, at in zip(buffers, offsets, strict=True):
-        done = 0
-        while done < len(buffer):
-            n = os.pwritev(fd, [buffer[done:]], at + done) if writes else os.preadv(fd, [buffer[done:]], at + done)
-            if n == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file is shorter than its head says
-            done += n
+    reason = "everything is buffered" if fd < 0 else why_not()
+    if library is not None and fd >= 0:
+        rings = native.Rings(library)
+        probe = _page()
+        call = library.moving([probe], [0], writes=False, fd=fd, memory=0, request_bytes=ALIGN, names=None, numbers=[0])
+        try:
+            rings.move(call)
+            call.check()
+            return rings, ""
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+    if options.io == "uring":
+        raise ConfigError(FIELD, options.url, f"io=uring, and there is no io_uring here ({reason})", fix="say io=auto")
+    return None, reason
 
 
 def _open_direct(path: str) -> int:
     """Raises OSError, also if the first read does."""
     fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    probe = np.empty(2 * ALIGN, dtype=np.uint8)
-    start = -probe.ctypes.data % ALIGN
     try:
-        os.preadv(fd, [probe.data[start : start + ALIGN]], 0)
+        os.preadv(fd, [_page()], 0)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+def _page() -> memoryview:
+    memory = np.empty(2 * ALIGN, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory.data[start : start + ALIGN]
+
+
+def _aligned(buffers: Sequence[memoryview]) -> list[bool]:
+    at, n_bytes = (
+        np.frombuffer(memoryview(each).cast("B"), np.uint64) for each in (addresses(buffers), lengths(buffers))
+    )
+    places = at | n_bytes
+    aligned: list[bool] = (places % np.uint64(ALIGN) == 0).tolist()
+    return aligned

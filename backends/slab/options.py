@@ -14,6 +14,7 @@ Kind = Literal["slab", "mmap", "shm"]
 SHM_FOLDER: Final = "/dev/shm"
 _GB: Final = 10**9
 _NAMES: Final = ("gb", "min_free_gb", "admit", "write_gb_per_day")
+_CHOICES: Final = {"admit": ("always", "second"), "direct": ("auto", "on", "off"), "io": ("auto", "uring", "threads")}
 _SHM_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -23,20 +24,27 @@ class SlabOptions(NamedTuple):
     ``gb``, in 1e9 bytes, is the size of the file, which is allocated at once, and so a cap that nothing can pass; it must be given.
     ``min_free_gb`` must be left on the disk after that (default 0).  ``admit=second``: only what has been asked for before is
     taken in.  ``write_gb_per_day``: more is refused until the next day (UTC), over all processes.
+
+    ``slab://`` only: ``direct``, whether bytes go past the page cache (``auto``: where the file system allows it); ``io``, what
+    keeps several requests under way (``auto``: io_uring where the kernel allows it, else threads).
     """
 
+    url: str
     kind: Kind
     folder: str
     cap_bytes: int
     min_free_bytes: int
     admit_second: bool
     write_bytes_per_day: int  #: 0: no limit
+    direct: str  #: auto, on or off
+    io: str  #: auto, uring or threads
 
     @classmethod
     def parse(cls, url: str) -> SlabOptions:
         """`ConfigError` for what cannot be honoured."""
         kind = cast(Kind, url.partition(":")[0])
-        parts = parse_url(url, kind, host=kind == "shm", path=kind != "shm", options=_NAMES)
+        names = (*_NAMES, "direct", "io") if kind == "slab" else _NAMES
+        parts = parse_url(url, kind, host=kind == "shm", path=kind != "shm", options=names)
         given = parts.options
         if kind == "shm":
             if not _SHM_NAME.fullmatch(parts.host) or parts.host in (".", ".."):
@@ -53,14 +61,18 @@ class SlabOptions(NamedTuple):
         cap_bytes = round(number(url, "gb", given["gb"]) * _GB)
         if cap_bytes == 0:
             raise ConfigError(FIELD, url, "gb=0 leaves no room", allowed="more than 0")
-        admit = given.get("admit", "always")
-        if admit not in ("always", "second"):
-            raise ConfigError(FIELD, url, f"admit={admit!r}", allowed=["always", "second"])
+        chosen = {name: given.get(name, choices[0]) for name, choices in _CHOICES.items()}
+        for name, choices in _CHOICES.items():
+            if chosen[name] not in choices:
+                raise ConfigError(FIELD, url, f"{name}={chosen[name]!r}", allowed=choices)
         return cls(
+            url,
             kind,
             folder,
             cap_bytes,
             round(number(url, "min_free_gb", given.get("min_free_gb", "0")) * _GB),
-            admit == "second",
+            chosen["admit"] == "second",
             round(number(url, "write_gb_per_day", given.get("write_gb_per_day", "0")) * _GB),
+            chosen["direct"],
+            chosen["io"],
         )

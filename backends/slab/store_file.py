@@ -16,20 +16,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
+from hicache_actors.backends.slab.entries import ENTRY_BYTES
+from hicache_actors.backends.slab.index import index_bytes
 from hicache_actors.backends.slab.locks import ByteLocks
 from hicache_actors.backends.slab.options import SlabOptions
-from hicache_actors.backends.slab.table import ALIGN, ENTRY_BYTES, WAYS, Table
+from hicache_actors.backends.slab.table import Table
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 
 NAME: Final = "objects.slab"
-MAGIC: Final = b"HICSLAB1"
+MAGIC: Final = b"HICSLAB2"
+ALIGN: Final = 4096
 _LOCK_NAME: Final = "lock"
+_MANY: Final = 1 << 10
 
 _HEAD: Final = struct.Struct("<8sQQ")  # magic, bytes of a slot, number of slots
 _DAY: Final = struct.Struct("<QQ")  # days since 1970, bytes written on that day
 _DAY_AT: Final = 64
-_DAY_LOCK: Final = (1 << 62) + 1
+_HAND: Final = slice(128, 136)  # where the next slot is taken
 
 
 class Geometry(NamedTuple):
@@ -39,8 +43,12 @@ class Geometry(NamedTuple):
     slots: int
 
     @property
+    def table_at(self) -> int:
+        return ALIGN + _aligned(index_bytes(self.slots))
+
+    @property
     def data_at(self) -> int:
-        return ALIGN + _aligned(self.slots * ENTRY_BYTES)
+        return self.table_at + _aligned(self.slots * ENTRY_BYTES)
 
     @property
     def file_bytes(self) -> int:
@@ -48,10 +56,12 @@ class Geometry(NamedTuple):
 
     @classmethod
     def for_objects(cls, object_bytes: int, cap_bytes: int) -> Geometry:
-        """As many slots as the cap has room for, in whole sets; none if not even one fits."""
+        """As many slots as the cap has room for; none if not even one fits."""
         slot_bytes = _aligned(object_bytes)
-        slots = (cap_bytes - 2 * ALIGN) // (slot_bytes + ENTRY_BYTES)
-        return cls(slot_bytes, slots - slots % WAYS if slots >= WAYS else max(0, slots))
+        slots = cap_bytes // (slot_bytes + ENTRY_BYTES + index_bytes(_MANY) // _MANY)
+        while slots and cls(slot_bytes, slots).file_bytes > cap_bytes:
+            slots -= 1
+        return cls(slot_bytes, slots)
 
 
 class StoreFile:
@@ -72,21 +82,19 @@ class StoreFile:
         weakref.finalize(self, os.close, self.fd)
         self._view = memoryview(self.mapping)
         self.locks = ByteLocks(self.fd)
-        self.table = Table(self._view[ALIGN : ALIGN + geometry.slots * ENTRY_BYTES], self.mapping, ALIGN, self.locks)
+        entries = self._view[geometry.table_at : geometry.table_at + geometry.slots * ENTRY_BYTES]
+        index = self._view[ALIGN : ALIGN + index_bytes(geometry.slots)]
+        self.table = Table(entries, index, self._view[_HAND], self.locks)
         self.slots = self._view[geometry.data_at :] if map_slots else None
 
     def spend(self, nbytes: int, limit_bytes: int) -> bool:
-        """Count what is to be written today, by all processes -> whether it may be."""
+        """Count what is to be written today, by all processes -> whether it may be.  While nobody else changes the table."""
         day = int(time.time() // 86400)
-        self.locks.hold(_DAY_LOCK)
-        try:
-            noted, spent = _DAY.unpack_from(self._view, _DAY_AT)
-            spent = spent if noted == day else 0
-            allowed = spent + nbytes <= limit_bytes
-            _DAY.pack_into(self._view, _DAY_AT, day, spent + nbytes * allowed)
-        finally:
-            self.locks.let_go(_DAY_LOCK)
-        return bool(allowed)
+        noted, spent = _DAY.unpack_from(self._view, _DAY_AT)
+        spent = spent if noted == day else 0
+        allowed: bool = spent + nbytes <= limit_bytes
+        _DAY.pack_into(self._view, _DAY_AT, day, spent + nbytes * allowed)
+        return allowed
 
 
 def find(options: SlabOptions, *, map_slots: bool) -> StoreFile | None:

@@ -186,6 +186,27 @@ class FileWrites(ctypes.Structure):
     )
 
 
+class SlotBatch(ctypes.Structure):
+    """hic_slot_batch: pieces that are moved from or to slots.  Arrays are given by address, and kept by who made them."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("next", ctypes.c_uint64),
+        ("buffers", ctypes.c_void_p),
+        ("bytes", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+        ("names", ctypes.POINTER(Names)),
+        ("numbers", ctypes.c_void_p),
+        ("verdicts", ctypes.c_void_p),
+        ("request_bytes", ctypes.c_uint64),
+        ("fd", ctypes.c_int32),
+        ("writes", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
 class CudaFacts(ctypes.Structure):
     """hic_cuda_facts: a GPU, and what has been done with it."""
 
@@ -230,6 +251,7 @@ STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_identity": FileIdentity,
     "hic_reads": FileReads,
     "hic_writes": FileWrites,
+    "hic_slot_batch": SlotBatch,
     "hic_level": Level,
     "hic_piece": Piece,
     "hic_plan": Plan,

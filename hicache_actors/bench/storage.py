@@ -61,7 +61,7 @@ async def measure(
     with closing(progress), ExitStack() as folders:
         for name, (page_bytes, pages) in sizes.items():
             async with open_rig(
-                url, page_bytes=page_bytes, pages=pages, read_concurrency=READERS, write_concurrency=WRITERS
+                _own(url, name), page_bytes=page_bytes, pages=pages, read_concurrency=READERS, write_concurrency=WRITERS
             ) as rig:
                 figures[name] = await _size(rig, name, page_bytes, rounds, folders, progress)
                 await _lag(rig, name, lags_s, progress)
@@ -69,7 +69,7 @@ async def measure(
                     await rig.backend.forget()
                 stored |= rig.backend.stored
         progress.step("waiter delay")
-        async with open_rig(url, page_bytes=64 << 10, pages=DELAY_PAGES) as rig:
+        async with open_rig(_own(url, "delay"), page_bytes=64 << 10, pages=DELAY_PAGES) as rig:
             figures["waiter_delay_us"] = spread(await _delays_s(rig, delay_rounds), scale=1e6, digits=1)
             rig.backend.stored |= stored
             await rig.backend.forget()
@@ -158,6 +158,13 @@ async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[d
         if peer is not None:
             movers["peer"] = PeerLoop(peer, pages)
         yield movers
+
+
+def _own(url: str, name: str) -> str:
+    """For stores whose slots have one length: each size in a folder of its own."""
+    between = {"slab": "/", "mmap": "/", "shm": "-"}.get(url.partition(":")[0])
+    place, mark, options = url.partition("?")
+    return url if between is None else f"{place}{between}{name}{mark}{options}"
 
 
 def _option(rig: Rig, name: str) -> Any:

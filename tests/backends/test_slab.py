@@ -15,8 +15,8 @@ import pytest
 from hicache_actors.backends import Backend, Stored
 from hicache_actors.backends.slab import SlabBackend, SlabOptions
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
-from hicache_actors.backends.slab.store_file import NAME, Geometry
-from hicache_actors.backends.slab.table import ALIGN, ENTRY_BYTES, WAYS, WRITING
+from hicache_actors.backends.slab.entries import ENTRY_BYTES, WRITING
+from hicache_actors.backends.slab.store_file import ALIGN, NAME, Geometry, StoreFile
 from hicache_actors.cuda_ext.native import slots as native
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
@@ -32,6 +32,11 @@ def workers() -> Iterator[Workers]:
     workers = Workers("slab", 8)
     yield workers
     assert workers.close(20.0) == ()
+
+
+async def file_of(backend: SlabBackend) -> StoreFile | None:
+    store = await backend._found()
+    return None if store is None else store.file
 
 
 class _Contract(BackendContract):
@@ -64,7 +69,7 @@ class _Contract(BackendContract):
 
     async def medium_get(self, key: str) -> bytes | None:
         backend = await self.other()
-        file = await backend._found_file()
+        file = await file_of(backend)
         found = None if file is None else file.table.find(key)
         await backend.close()
         if file is None or found is None:
@@ -164,17 +169,18 @@ async def test_what_is_read_stays_and_what_is_unused_goes(
     await backend.close()
 
 
-async def test_nearly_all_slots_are_used_before_the_first_object_is_pushed_out(
-    workers: Workers, tmp_path: Path
-) -> None:
+async def test_all_slots_are_used_before_the_first_object_is_pushed_out(workers: Workers, tmp_path: Path) -> None:
     backend = SlabBackend(f"mmap://{tmp_path}/store?gb=0.02", workers)
     await backend.open()
     keys, data = objects(1, 100)
     await backend.write(keys, data)
     slots = int(backend.stats()["slots"])
-    many = [f"many{at}" for at in range(slots * 91 // 100)]
+    many = [f"many{at}" for at in range(slots - 1)]
     await backend.write(many, data * len(many))
-    assert await backend.exists(many) == len(many)
+    assert await backend.exists(keys + many) == slots
+    await backend.write(["one more"], data)
+    assert await backend.exists(keys) == 0, "what was unused for longest"
+    assert await backend.exists([*many, "one more"]) == slots
     await backend.close()
 
 
@@ -182,12 +188,13 @@ async def test_a_call_that_outlives_its_backend_keeps_the_descriptor(url: str, w
     backend = SlabBackend(url, workers)
     await backend.open()
     await backend.write(*objects(1))
-    file = await backend._found_file()
+    file = await file_of(backend)
     assert file is not None
     fd = file.fd
     await backend.close()
     assert os.fstat(fd).st_size == file.geometry.file_bytes, "its number may be given to another file now"
     del file
+    assert workers.close(20.0) == ()  # its threads have let go of the call as well
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -224,18 +231,19 @@ async def test_a_slot_whose_writer_has_died_is_used_again(url: str, workers: Wor
     await backend.open()
     keys, data = objects(1)
     await backend.write(keys, data)
-    file = await backend._found_file()
+    file = await file_of(backend)
     assert file is not None
+    table_at = file.geometry.table_at
     dead = struct.pack("<II", WRITING, 12345)
     for slot in range(file.table.slots):
-        file.mapping[ALIGN + slot * ENTRY_BYTES : ALIGN + slot * ENTRY_BYTES + 8] = dead
+        file.mapping[table_at + slot * ENTRY_BYTES : table_at + slot * ENTRY_BYTES + 8] = dead
     assert await backend.exists(keys) == 0
     assert list(await backend.write(keys, data)) == [Stored.WRITTEN]
     alive = struct.pack("<II", WRITING, file.table._owner)
     for slot in range(file.table.slots):
-        file.mapping[ALIGN + slot * ENTRY_BYTES : ALIGN + slot * ENTRY_BYTES + 8] = alive
+        file.mapping[table_at + slot * ENTRY_BYTES : table_at + slot * ENTRY_BYTES + 8] = alive
     assert list(await backend.write(keys, data)) == [Stored.FAILED], "a slot that is being written was taken"
-    assert backend.stats()["set_full"] == 1
+    assert backend.stats()["all_busy"] == 1
     await backend.close()
 
 
@@ -246,11 +254,11 @@ async def test_an_entry_that_is_damaged_is_no_object(url: str, workers: Workers)
     file = None
     for bit in range(0, 60 * 8, 7):
         await backend.write(keys, data)
-        file = await backend._found_file()
+        file = await file_of(backend)
         assert file is not None
         found = file.table.find("k0")
         assert found is not None
-        at = ALIGN + found.slot * ENTRY_BYTES + bit // 8
+        at = file.geometry.table_at + found.slot * ENTRY_BYTES + bit // 8
         if 16 <= bit // 8 < 24 or bit // 8 >= 51:
             continue  # when it was last used; what lies behind a key of two bytes
         file.mapping[at] ^= 1 << bit % 8
@@ -329,7 +337,7 @@ async def test_a_file_of_which_a_piece_is_missing_is_a_counted_error(tmp_path: P
     await backend.open()
     keys, data = objects(64)
     await backend.write(keys, data)
-    file = await backend._found_file()
+    file = await file_of(backend)
     assert file is not None
     os.truncate(tmp_path / "store" / NAME, file.geometry.data_at)
     with pytest.raises(BackendError, match="read"):
@@ -338,12 +346,11 @@ async def test_a_file_of_which_a_piece_is_missing_is_a_counted_error(tmp_path: P
     await backend.close()
 
 
-def test_a_set_has_as_many_slots_as_the_file_has_room_for() -> None:
-    for cap_bytes in (100_000, 1_000_000, 50_000_000):
+def test_a_file_has_as_many_slots_as_the_cap_has_room_for() -> None:
+    for cap_bytes in (100_000, 1_000_000, 50_000_000, 200_000_000_000):
         geometry = Geometry.for_objects(5000, cap_bytes)
         assert geometry.file_bytes <= cap_bytes
-        assert geometry.slots < WAYS or geometry.slots % WAYS == 0
-        assert cap_bytes - geometry.file_bytes < WAYS * (geometry.slot_bytes + ENTRY_BYTES) + 2 * ALIGN
+        assert cap_bytes - geometry.file_bytes < geometry.slot_bytes + ENTRY_BYTES + 3 * ALIGN
     assert Geometry.for_objects(5000, 5000).slots == 0
 
 

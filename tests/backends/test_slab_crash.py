@@ -17,6 +17,7 @@ import pytest
 from hicache_actors.backends import Stored
 from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal_many, verify, verify_many
 from hicache_actors.backends.slab import SlabBackend, SlabOptions
+from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import room
 
@@ -126,6 +127,11 @@ class Nursery:
         assert stdout.readline() == "killed\n"
 
 
+async def file_of(backend: SlabBackend) -> StoreFile | None:
+    store = await backend._found()
+    return None if store is None else store.file
+
+
 def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
@@ -211,7 +217,7 @@ async def flip(url: str, workers: Workers, rounds: int) -> None:
     chance = random.Random(5)
     for _ in range(rounds):
         assert await backend.write(keys, objects) == [Stored.WRITTEN] * 50
-        file = await backend._found_file()
+        file = await file_of(backend)
         assert file is not None
         with open(file.path, "r+b", buffering=0) as medium:  # noqa: ASYNC230
             for key in keys:

@@ -50,7 +50,7 @@ async def test_storage_in_a_slab_beside_fio_where_that_is_installed(tmp_path: Pa
     for size in TINY:
         names = OF_A_SIZE + (OF_FIO if fio_program() else [])
         assert {name for name in check(figures) if name.startswith(size)} == {f"{size}.{each}" for each in names}
-    assert [path.name for path in (tmp_path / "store").iterdir() if "fio" in path.name] == []
+    assert [path.name for path in (tmp_path / "store").rglob("*") if "fio" in path.name] == []
 
 
 async def test_storage_that_is_no_disk() -> None:

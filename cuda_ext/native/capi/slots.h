@@ -1,13 +1,39 @@
-/* Slots of one file: a batch a call, so that the interpreter is left once.  Any thread may call; several may at once. */
+/* Objects in the slots of one file, or of memory: a batch a call, so that the interpreter is left once.
+ *
+ * Pieces that are neighbours in the file are moved by one request, wherever their buffers lie: a request costs a disk about as
+ * much as a megabyte.  Any thread may call; the caller owns all memory until the call returns. */
 #ifndef HICACHE_CAPI_SLOTS_H
 #define HICACHE_CAPI_SLOTS_H
 
-/* Read (`writes` 0) or write whole buffers at their offsets of `fd`, one after the other -> 0, or the errno of the first that
- * failed; then later ones have not been touched.  EIO: the file ends before a buffer is full. */
-HIC_API int32_t hic_slots_move(int32_t fd, int32_t writes, uint64_t count, void *const *buffers, const uint64_t *bytes,
-                               const uint64_t *offsets);
+#include "capi/digest.h"
 
-/* Copy memory to memory, as many runs. */
-HIC_API void hic_slots_copy(uint64_t count, void *const *to, const void *const *from, const uint64_t *bytes);
+struct hic_slot_batch {
+  uint64_t count; /* pieces */
+  uint64_t next;  /* 0 at first: several threads share a batch */
+  void *const *buffers;
+  const uint64_t *bytes;   /* of each buffer, all of which is moved */
+  const uint64_t *offsets; /* where each begins; in ascending order, if neighbours are to be found */
+  void *memory;            /* what the offsets are in; NULL: the file `fd` */
+  const struct hic_names *names; /* NULL: the content is not looked at.  Else objects, sealed before a write, judged after a read */
+  const uint64_t *numbers;       /* which object of the names each is */
+  uint8_t *verdicts;             /* hic_verdict of what was read; not touched without names */
+  uint64_t request_bytes;        /* neighbours are put together up to so many */
+  int32_t fd;
+  int32_t writes; /* 0: a read */
+  int32_t error;  /* 0 at first; errno of the first request that failed, EIO where the file ends before a buffer is full */
+  int32_t reserved;
+};
+
+/* Move a batch by one request after the other; each thread that calls has one under way.  -> HIC_OK, or HIC_INVALID with
+ * nothing done.  After an error any of the buffers or slots may hold anything. */
+HIC_API int32_t hic_slots_move(struct hic_slot_batch *batch);
+
+/* A queue to the kernel (io_uring) with at most `depth` requests under way -> it, or NULL and errno into *error. */
+struct hic_uring;
+HIC_API struct hic_uring *hic_uring_open(uint32_t depth, int32_t *error);
+/* As hic_slots_move, for a file; the queue is used by one thread at a time, and a batch by one queue. */
+HIC_API int32_t hic_uring_move(struct hic_uring *uring, struct hic_slot_batch *batch);
+/* Nothing is under way. */
+HIC_API void hic_uring_close(struct hic_uring *uring);
 
 #endif

@@ -19,6 +19,7 @@ const hic_size sizes[] = {
     HIC_SIZE(hic_identity),
     HIC_SIZE(hic_reads),
     HIC_SIZE(hic_writes),
+    HIC_SIZE(hic_slot_batch),
     HIC_SIZE(hic_level),
     HIC_SIZE(hic_piece),
     HIC_SIZE(hic_plan),
