@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from hicache_actors.errors import UsageError
 
@@ -14,18 +14,6 @@ CAPTURED: Final = (
 
 SUBMITTED_S: Final = 30.0
 """How long a forward thread waits for a load that has not been handed to the GPU yet."""
-
-
-@runtime_checkable
-class OrdersStreams(Protocol):
-    """An end that streams of the engine can be made to wait for on the device."""
-
-    def order(self, stream: object) -> None:
-        """What is submitted to ``stream`` (torch.cuda.Stream, or the number of a CUstream) from now on runs after this end.
-
-        Blocks until the work has been handed to the GPU, not until it has ended; after a failure it returns at once.  Raises
-        `UsageError` while the stream is being captured in a graph.
-        """
 
 
 def stream_handle(stream: object) -> int:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from hicache_actors.cuda_ext.foreign import OrdersStreams
 from hicache_actors.errors import TransferError, UsageError
 from hicache_actors.transfer.completions import Completion, End, Ending, fired
 
@@ -18,6 +17,18 @@ class WaitingStream(Protocol):
     """A stream of a device."""
 
     def wait_event(self, event: End) -> None: ...
+
+
+@runtime_checkable
+class OrdersStreams(Protocol):
+    """An end that streams of the engine can be made to wait for on the device."""
+
+    def order(self, stream: object) -> None:
+        """What is submitted to ``stream`` (torch.cuda.Stream, or the number of a CUstream) from now on runs after this end.
+
+        Blocks until the work has been handed to the GPU, not until it has ended; after a failure it returns at once.  Raises
+        `UsageError` while the stream is being captured in a graph.
+        """
 
 
 class LayerWaits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import hicache_actors
+
+ROOT = Path(__file__).parents[2]
 
 WITHOUT_TORCH = [
     "",
@@ -60,3 +63,31 @@ def test_the_lazy_table_is_what_type_checkers_see() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'HyCache'"):
         _ = hicache_actors.HyCache
+
+
+FOLDERS = {"hicache_actors": None, "backends": "backends", "cuda_ext": "cuda_ext"}
+
+
+def test_imports_go_downwards() -> None:
+    """In the order that docs/architecture.md gives, type checks included.  Below all stands what calls the native library."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Imports go downwards")[1].split(". `import")[0]
+    order = {name: at for at, name in enumerate(re.findall(r"`(\w+)`", section))}
+    wrong = []
+    for folder, package in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            here = package or parts[0]
+            if here not in order or parts[0] in ("native", "gpu_check"):  # the latter is a command
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("hicache_actors."):
+                    continue
+                assert node.module is not None
+                there = node.module.split(".")[1]
+                if order.get(there, len(order)) < order[here] and not node.module.startswith(
+                    "hicache_actors.cuda_ext.native"
+                ):
+                    wrong.append(f"{file.relative_to(ROOT)}: {node.module}")
+    packages = {file.parent.name for file in (ROOT / "hicache_actors").glob("*/__init__.py")}
+    assert set(order) == packages | {"backends", "cuda_ext", "config", "errors"}
+    assert not wrong, "imports go downwards: " + ", ".join(wrong)
