@@ -109,6 +109,10 @@ class Backend(ABC):
         """Bytes of each object, None where there is none or this store cannot tell.  For the tools of operators.  Default: None."""
         return [None] * len(keys)
 
+    def longest_bytes(self) -> int | None:
+        """Of an object that this store takes; 0: the first one that is written decides.  Default: None, any.  After `open`."""
+        return None
+
     async def clear(self) -> None:
         """Remove every object of this store, and nothing else.  The default goes through `keys` and `delete`."""
         async for key in self.keys():

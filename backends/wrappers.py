@@ -63,6 +63,9 @@ class Wrapper(Backend):
     async def lengths(self, keys: Sequence[str]) -> Sequence[int | None]:
         return await self.inner.lengths(keys)
 
+    def longest_bytes(self) -> int | None:
+        return self.inner.longest_bytes()
+
     async def clear(self) -> None:
         await self.inner.clear()
 

@@ -200,6 +200,11 @@ class LayeredBackend(Backend):
             next((length for length in lengths if length is not None), None) for lengths in zip(*answers, strict=True)
         ]
 
+    def longest_bytes(self) -> int | None:
+        """That all of them take."""
+        limits = [layer.backend.longest_bytes() for layer in self._layers]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     async def clear(self) -> None:
         for layer in self._layers:
             await layer.backend.clear()

@@ -238,6 +238,9 @@ class SlabBackend(Backend):
             for key in await self._workers.run(store.file.table.keys, part):
                 yield key
 
+    def longest_bytes(self) -> int:
+        return 0 if self._store is None else self._store.file.geometry.slot_bytes
+
     def stats(self) -> Mapping[str, int | float | str]:
         """``io``: ``direct`` past the page cache, ``buffered`` through it, or ``mapped``; ``requests``: what keeps several of them
         under way, ``io_uring`` or ``threads``; ``why_*``: why it is not the better one."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal
 from hicache_actors.bench.progress import Progress
-from hicache_actors.command.store_walk import group_of, named, objects, opened, run_with
+from hicache_actors.command.store_walk import check_is_there, group_of, named, objects, opened, run_with
 from hicache_actors.errors import ConfigError
 from hicache_actors.masking import masked
 from hicache_actors.memory.shapes import format_bytes
@@ -60,15 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--remove", action="append", default=[], metavar="GROUP", help="as inspect names it; may be repeated"
     )
     gc.add_argument("--yes", action="store_true", help="really remove them; without it they are only counted")
-    command("doctor", "write, find, read and remove a probe, and time it")
+    doctor = command("doctor", "write, find, read and remove a probe, and time it")
     for one in (verify, copy):
         one.add_argument(
             "--object-bytes", type=int, metavar="N", help="length of each object, if the store cannot tell"
         )
+    doctor.add_argument(
+        "--object-bytes", type=int, metavar="N", help="length of the probe; default: 1 MiB, or what the store takes"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found -> exit code."""
+    if options.store_command != "doctor":
+        check_is_there(options.url)
     what = {"inspect": _inspect, "verify": _verify, "copy": _copy, "gc": _gc, "doctor": _doctor}[options.store_command]
     code, found, lines = what(options)
     if options.json:
@@ -128,13 +133,11 @@ def _verify(options: argparse.Namespace) -> Answer:
         return counts, bad
 
     counts, bad = run_with(options.url, look)
-    lines = [
-        f"{kind.replace('_', ' '):16}{counts[kind]:,}" for kind in ("whole", "bad", "other_version", "without_header")
-    ]
+    lines = [f"{kind.replace('_', ' '):16}{counts[kind]:,}" for kind in _FOUND]
     lines += [f"  bad: {name}{' (quarantined)' if options.quarantine else ''}" for name in bad]
     if bad and not options.quarantine:
         lines.append("they are never served; --quarantine takes them out of sight, so that they are written anew")
-    return int(bool(bad)), {**{kind: counts[kind] for kind in counts}, "bad_names": bad}, lines
+    return int(bool(bad)), {**{kind: counts[kind] for kind in _FOUND}, "bad_names": bad}, lines
 
 
 def _copy(options: argparse.Namespace) -> Answer:
@@ -204,16 +207,17 @@ def _gc(options: argparse.Namespace) -> Answer:
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
-    async def look(backend: Backend, workers: Workers) -> tuple[dict[str, Any], list[str]]:
+    async def look(backend: Backend, workers: Workers) -> tuple[dict[str, Any], list[str], int]:
         times_ms: dict[str, list[float]] = {}
         problems: list[str] = []
-        data = memoryview(bytearray(_PROBE_BYTES))
-        data[HEADER_BYTES:] = os.urandom(_PROBE_BYTES - HEADER_BYTES)
+        length = _probe_bytes(options.object_bytes, backend.longest_bytes())
+        data = memoryview(bytearray(length))
+        data[HEADER_BYTES:] = os.urandom(length - HEADER_BYTES)
         for _ in range(_PROBES):
             page_hash = os.urandom(32)
             name = f"{page_hash.hex()}_doctor"
             seal(data, bytes(16), page_hash)
-            back = memoryview(bytearray(_PROBE_BYTES))
+            back = memoryview(bytearray(length))
             steps: dict[str, Callable[[], Any]] = {
                 "write": lambda name=name: backend.write([name], [data]),  # type: ignore[misc]
                 "exists": lambda name=name: backend.exists([name]),  # type: ignore[misc]
@@ -231,16 +235,29 @@ def _doctor(options: argparse.Namespace) -> Answer:
                 problems.append("what was written is not what is read")
         if await backend.exists([name]):
             problems.append("it does not remove objects")
-        return {step: round(sorted(some)[len(some) // 2], 3) for step, some in times_ms.items()}, list(
-            dict.fromkeys(problems)
-        )
+        medians_ms = {step: round(sorted(some)[len(some) // 2], 3) for step, some in times_ms.items()}
+        return medians_ms, list(dict.fromkeys(problems)), length
 
-    medians_ms, problems = run_with(options.url, look)
+    medians_ms, problems, length = run_with(options.url, look)
     lines = [f"{step:8}{ms:10.2f} ms" for step, ms in medians_ms.items()]
+    lines.append(f"in the median of {_PROBES} probes of {format_bytes(length)}")
     lines += [f"problem: {text}" for text in problems] or ["all is well"]
-    return int(bool(problems)), {"median_ms_of_1_mib": medians_ms, "problems": problems}, lines
+    return int(bool(problems)), {"probe_bytes": length, "median_ms": medians_ms, "problems": problems}, lines
 
 
+def _probe_bytes(asked: int | None, longest: int | None) -> int:
+    """How long a probe is.  Raises `ConfigError` where it would decide something, or cannot be."""
+    if asked is None and longest == 0:
+        raise ConfigError(
+            "--object-bytes", asked, "nothing is in this store yet, and the first object decides how long all may be",
+            allowed="the length of the objects that shall be in it", fix="give it, or try a store in another folder",
+        )  # fmt: skip
+    if asked is not None and asked < HEADER_BYTES:
+        raise ConfigError("--object-bytes", asked, "is no length of an object", allowed=f"{HEADER_BYTES} or more")
+    return asked or min(_PROBE_BYTES, longest or _PROBE_BYTES)
+
+
+_FOUND: Final = ("whole", "bad", "other_version", "without_header")
 _KINDS: Final = {
     Verdict.OK: "whole", Verdict.CORRUPT: "bad", Verdict.EMPTY: "bad", Verdict.FOREIGN: "other_version",
 }  # fmt: skip

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import anyio
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.objects import Header, Verdict, read_header, verify
 from hicache_actors.backends.registry import open_backend
-from hicache_actors.errors import BackendError
+from hicache_actors.backends.urls import FIELD
+from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.keys.hashes import HASH_BYTES
 from hicache_actors.runtime.workers import Workers
 
 T = TypeVar("T")
 
 OPEN_S: Final = 30.0
+_FOLDERS: Final = ("file", "sglang-file", "nixl", "slab", "mmap")
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_NAMES: Final = 64
 _HEX: Final = 2 * HASH_BYTES
@@ -38,6 +42,20 @@ class Item(NamedTuple):
 def group_of(name: str) -> str:
     """Who shares it: what a name says behind the hash of the page, such as namespace, part and rank."""
     return name[_HEX:] if _hash_in(name) is not None else "(other names)"
+
+
+def check_is_there(url: str) -> None:
+    """`ConfigError` if a folder of ``url`` is not there: opening would make it, and a slip of the pen look like an empty store."""
+    for one in url.split():
+        parts = urlsplit(one)
+        if parts.scheme in _FOLDERS and not parts.netloc and not os.path.isdir(unquote(parts.path)):
+            raise ConfigError(
+                FIELD,
+                one,
+                "there is no such folder",
+                allowed="the folder of a store",
+                fix="correct the path; a cache makes it",
+            )
 
 
 @asynccontextmanager

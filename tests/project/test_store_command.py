@@ -78,7 +78,8 @@ def test_verify_finds_what_is_bad_and_puts_it_away(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = fill(url, 6)
-    assert run(capsys, "verify", url) == (0, {"url": url, "whole": 6, "bad_names": [], "exit_code": 0})
+    nothing = {"bad": 0, "other_version": 0, "without_header": 0, "bad_names": []}
+    assert run(capsys, "verify", url) == (0, {"url": url, **nothing, "whole": 6, "exit_code": 0})
     flip(tmp_path, names[2])
     code, found = run(capsys, "verify", url)
     assert (code, found["whole"], found["bad_names"]) == (1, 5, [names[2]])
@@ -126,16 +127,42 @@ def test_gc_removes_what_was_chosen_and_only_with_yes(url: str, capsys: pytest.C
 def test_doctor_says_what_works_and_leaves_nothing(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run(capsys, "doctor", url)
     assert (code, found["problems"]) == (0, [])
-    assert set(found["median_ms_of_1_mib"]) == {"write", "exists", "read", "delete"}
+    assert set(found["median_ms"]) == {"write", "exists", "read", "delete"}
+    assert found["probe_bytes"] == 1 << 20
     assert run(capsys, "inspect", url)[1]["objects"] == 0
+
+
+def test_doctor_does_not_decide_how_long_objects_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"slab://{tmp_path}/small?gb=0.001"
+    assert main(["store", "doctor", url]) == 2
+    assert "the first object decides" in capsys.readouterr().err
+    assert main(["store", "doctor", url, "--object-bytes", "100"]) == 2
+    fill(url, 1)
+    code, found = run(capsys, "doctor", url)
+    assert (code, found["problems"], found["probe_bytes"]) == (0, [], 8192)
+    capsys.readouterr()
+    layers = f"{url} file://{tmp_path}/far"
+    assert run(capsys, "doctor", layers)[1]["probe_bytes"] == 8192
 
 
 def test_doctor_says_what_does_not_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"slab://{tmp_path}/small?gb=0.001"
     fill(url, 1)
-    code, found = run(capsys, "doctor", url)
+    code, found = run(capsys, "doctor", url, "--object-bytes", "20000")
     assert code == 1
     assert "it does not take objects" in found["problems"][0]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "copy"])
+@pytest.mark.parametrize("scheme", ["file", "slab", "mmap"])
+def test_a_folder_that_is_not_there_is_no_empty_store(
+    command: str, scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{scheme}://{tmp_path}/typo" + "?gb=1" * (scheme != "file")
+    arguments = [f"file://{tmp_path}/target"] * (command == "copy")
+    assert main(["store", command, url, *arguments]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_that_fails_is_code_1_and_wrong_use_code_2(capsys: pytest.CaptureFixture[str]) -> None:
