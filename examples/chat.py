@@ -11,25 +11,17 @@ computed again without the cache and must give the same tokens and the same logi
 
 from __future__ import annotations
 
-import os
-
-# OpenMP's threads spin while they wait.  With anything else running a prefill then takes ten times as long.  Read by libgomp when
-# torch is imported.
-os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "0")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import argparse
 import asyncio
 import copy
 import json
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import chat_environment  # noqa: F401 (before torch)
 import torch
 from chat_models import load_model
 from chat_proof import Plain, Recorder, Turn, Verdict

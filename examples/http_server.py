@@ -13,11 +13,6 @@ prompts share no page.
 
 from __future__ import annotations
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import argparse
 import asyncio
 import json
@@ -28,6 +23,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import chat_environment  # noqa: F401 (before torch)
 import torch
 import uvicorn
 from chat_models import load_model

@@ -11,18 +11,9 @@ for storage, and come back.  At the end the recorded schedule is computed again 
 
 from __future__ import annotations
 
-import os
-
-# OpenMP's threads spin while they wait.  With anything else running a forward pass then takes ten times as long.  Read by libgomp
-# when torch is imported.
-os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "0")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import sys
@@ -32,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import chat_environment  # noqa: F401 (before torch)
 import smollm2
 import torch
 from chat_models import load_model

@@ -13,18 +13,10 @@ texts; and so does the whole model in one process, without any cache.
 
 from __future__ import annotations
 
-import os
-
-# OpenMP's threads spin while they wait, which takes the cores from the other rank.  Read when torch is imported.
-os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "0")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import argparse
 import asyncio
 import multiprocessing
+import os
 import random
 import socket
 import sys
@@ -35,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import chat_environment  # noqa: F401 (before torch)
 import torch
 import torch.distributed as dist
 from chat_models import real_model

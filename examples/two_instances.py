@@ -11,15 +11,6 @@ Each instance is a process of its own, with its own model, device pool, host poo
 
 from __future__ import annotations
 
-import os
-
-# OpenMP's threads spin while they wait, and two processes wait for the same cores.  Read by libgomp when torch is imported.
-os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "0")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TQDM_DISABLE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import argparse
 import asyncio
 import json
@@ -30,6 +21,7 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any, Self
 
+import chat_environment  # noqa: F401 (before torch)
 import torch
 from chat_models import load_model
 from chat_texts import Chats, Tokenizer
