@@ -38,7 +38,7 @@ test: $(STAMP) ## run the tests and all examples with small sizes (under 10 minu
 test-slow: $(STAMP) ## run the long tests: more seeds, more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow $(TEST_ARGS)
 
-test-crash: $(STAMP) ## kill writers of each local store at 300 random points, flip 10,000 bits, and look at every object (about 10 minutes)
+test-crash: $(STAMP) ## kill writers of each local store at 300 random points, flip 10,000 bits, and look at every object (about 3 minutes)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py tests/backends/test_slab_crash.py $(TEST_ARGS)
 
 test-engines: $(STAMP) $(ENGINES) $(SGLANG)/.installed ## test the storage engines against real servers, which it installs, starts and stops

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from hicache_actors.backends import Stored
-from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal_many, verify, verify_many
+from hicache_actors.backends.objects import HEADER_BYTES, Verdict, verify
 from hicache_actors.backends.slab import SlabBackend, SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import room
 
+from .crash import NAMESPACE, Nursery, flip_a_bit, flips, hash_of
+
 KINDS = ("slab", "mmap", "shm")
 N_BYTES = HEADER_BYTES + 4096
-NAMESPACE = b"n" * 16
 
-# Forks a writer for each line it reads: "URL SEED LINES".  The writer does all that the store can do until it is killed from
-# outside, or kills itself at its LINES-th line of the store's code, in whatever thread (0: never).
-NURSERY = """
-import asyncio, hashlib, itertools, os, random, signal, sys, threading
-from hicache_actors.backends.objects import seal
+# Kills itself at a line of the store's code, in whatever thread.
+WRITER = """
 from hicache_actors.backends.slab import SlabBackend
-from hicache_actors.runtime.workers import Workers
-
-assert "torch" not in sys.modules
-
-def sealed(key):
-    page_hash = hashlib.sha256(key.encode()).digest()
-    data = memoryview(bytearray(8192))
-    data[4096:] = random.Random(key).randbytes(4096)
-    seal(data, b"n" * 16, page_hash)
-    return data
 
 async def write(url, seed):
     chance = random.Random(seed)
@@ -51,7 +34,7 @@ async def write(url, seed):
         old = []
         while True:
             keys = [f"k{chance.randrange(400)}" for _ in range(chance.randrange(1, 12))]
-            objects = [sealed(key) for key in keys]
+            objects = [sealed(key, lambda page_hash: 4096) for key in keys]
             await backend.write(keys, objects)
             old = (old + keys)[-40:]
             some = chance.sample(old, min(3, len(old)))
@@ -72,17 +55,6 @@ def die_at(lines):
         return line if os.sep + "slab" + os.sep in frame.f_code.co_filename else None
     threading.settrace(call)
     sys.settrace(call)
-
-for text in sys.stdin:
-    url, seed, lines = text.split()
-    pid = os.fork()
-    if pid == 0:
-        if int(lines):
-            die_at(int(lines))
-        asyncio.run(write(url, int(seed)))
-    print(pid, flush=True)
-    _, status = os.waitpid(pid, 0)
-    print("killed" if os.WIFSIGNALED(status) else f"ended with {status}", flush=True)
 """
 
 
@@ -101,39 +73,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     shutil.rmtree(SlabOptions.parse(url).folder, ignore_errors=True)
 
 
-class Nursery:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._process.communicate()  # closes its input: it ends
-        assert self._process.returncode == 0
-
-    def write_until_killed(self, url: str, seed: int, *, lines: int = 0, after_s: float = 0.0) -> None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(f"{url} {seed} {lines}\n")
-        stdin.flush()
-        pid = int(stdout.readline())
-        if not lines:
-            time.sleep(after_s)  # the instant of the kill, not a wait for anything
-            subprocess.run(["kill", f"-{int(signal.SIGKILL)}", str(pid)], check=True)
-        assert stdout.readline() == "killed\n"
-
-
 async def file_of(backend: SlabBackend) -> StoreFile | None:
     store = await backend._found()
     return None if store is None else store.file
-
-
-def hash_of(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 async def fill(backend: SlabBackend) -> int:
@@ -168,11 +110,11 @@ async def check_all(url: str, workers: Workers) -> int:
 
 async def kill(url: str, workers: Workers, seeds: Sequence[int]) -> None:
     most = 0
-    with Nursery() as nursery:
+    with Nursery(WRITER) as nursery:
         for seed in seeds:
             chance = random.Random(seed)
             if seed % 4:
-                nursery.write_until_killed(url, seed, lines=chance.randrange(1, 30_000))
+                nursery.write_until_killed(url, seed, at=chance.randrange(1, 30_000))
             else:
                 nursery.write_until_killed(url, seed, after_s=chance.uniform(0, 0.15))
             most = max(most, await check_all(url, workers))
@@ -193,9 +135,9 @@ async def test_a_writer_killed_beside_a_living_one(url: str, workers: Workers) -
     await survivor.open()
     [data] = room(1, N_BYTES)
     assert await survivor.write(["first"], [data]) == [Stored.WRITTEN]
-    with Nursery() as nursery:
+    with Nursery(WRITER) as nursery:
         for seed in range(3):
-            nursery.write_until_killed(url, seed, lines=5000 + seed)
+            nursery.write_until_killed(url, seed, at=5000 + seed)
             assert list(await survivor.write([f"after{seed}"], [data])) == [Stored.WRITTEN]
             assert await survivor.exists([f"after{seed}"]) == 1
     slots = int(survivor.stats()["slots"])
@@ -207,35 +149,20 @@ async def test_a_writer_killed_beside_a_living_one(url: str, workers: Workers) -
 
 
 async def flip(url: str, workers: Workers, rounds: int) -> None:
-    """One flip in each of 50 objects, ``rounds`` times, read and verified as the storage tier does."""
     backend = SlabBackend(url, workers)
     await backend.open()
-    keys = [f"page{i}" for i in range(50)]
-    hashes = [hash_of(key) for key in keys]
-    objects, back = room(50, N_BYTES), room(50, N_BYTES)
-    seal_many(objects, NAMESPACE, hashes)
-    chance = random.Random(5)
-    for _ in range(rounds):
-        assert await backend.write(keys, objects) == [Stored.WRITTEN] * 50
+
+    async def flip(keys: Sequence[str], chance: random.Random) -> None:
         file = await file_of(backend)
         assert file is not None
-        with open(file.path, "r+b", buffering=0) as medium:  # noqa: ASYNC230
+        with open(file.path, "r+b") as medium:  # noqa: ASYNC230
             for key in keys:
                 found = file.table.find(key)
                 assert found is not None
-                at = file.geometry.data_at + found.slot * file.geometry.slot_bytes + chance.randrange(N_BYTES)
-                medium.seek(at)
-                [byte] = medium.read(1)
-                medium.seek(at)
-                medium.write(bytes([byte ^ 1 << chance.randrange(8)]))
-        assert await backend.read(keys, back) == [True] * 50
-        assert Verdict.OK not in verify_many(back, NAMESPACE, hashes)
-        assert [await backend.quarantine(key) for key in keys] == [True] * 50
-        assert await backend.exists(keys) == 0
-    assert await backend.write(keys, objects) == [Stored.WRITTEN] * 50
-    assert await backend.read(keys, back) == [True] * 50
-    assert verify_many(back, NAMESPACE, hashes) == [Verdict.OK] * 50
-    assert backend.stats()["quarantined"] == rounds * 50
+                at = file.geometry.data_at + found.slot * file.geometry.slot_bytes
+                flip_a_bit(medium, at + chance.randrange(N_BYTES), chance)
+
+    await flips(backend, N_BYTES, rounds, flip)
     await backend.close()
 
 
