@@ -6,14 +6,12 @@ A harness that does not see these would not see a real one either.
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable
 
 from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.words import Phase
-from hicache_actors.ranks import Agreed, Board, Pending, Round, RoundVector, WireMap
+from hicache_actors.ranks import Pending, Round
+from hicache_actors.testing.broken_rounds import MapOfToday, PackedRows
 from hicache_actors.testing.ranks import RankFailure, RankOptions, SimRank, run_ranks
 
 SEEDS = 25
@@ -79,41 +77,6 @@ def reserve_in_the_pipeline(rank: SimRank) -> None:
     plant(fetches, "grant", grant_later)
 
 
-class PackedRows(RoundVector):
-    """Released jobs as the bits of one element."""
-
-    def encode(
-        self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True, closing: bool = False
-    ) -> Round:
-        sent = super().encode(wire, board, now_ms, digest, alive=alive, closing=closing)
-        first = self.HEADER + self.slots
-        vector = array("q", sent.vector)
-        vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
-        for at in range(first + 1, len(vector)):
-            vector[at] = 0
-        return msgspec.structs.replace(sent, vector=vector)
-
-    def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
-        first = self.HEADER + self.slots
-        bits = reduced[first]
-        unpacked = [*reduced[:first], *(bits >> row & 1 for row in range(self.rows))]
-        return super().decode(sent, unpacked, check_digest=check_digest)
-
-
-class MapOfToday(RoundVector):
-    """A value is taken for whatever phase its job is in when the round comes back."""
-
-    def __init__(self, rank: SimRank) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
-        agreed = super().decode(sent, reduced, check_digest=check_digest)
-        today = dict(self.rank.cache.core.wire().slots)
-        values = [(job, today.get(job, phase), value) for job, phase, value in agreed.values]
-        return msgspec.structs.replace(agreed, values=values)
-
-
 def test_a_skipped_round() -> None:
     caught({"diverged", "hang"}, skip_one_round)
 
@@ -136,7 +99,7 @@ def packed_rows(rank: SimRank) -> None:
 
 
 def map_of_today(rank: SimRank) -> None:
-    plant(rank.driver, "_vector", MapOfToday(rank))
+    plant(rank.driver, "_vector", MapOfToday(rank.cache.core.wire))
     rank.slow_store(0.2)
 
 

@@ -5,10 +5,8 @@ They are the negative controls of `test_random`: a kit that does not see these w
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from hicache_actors.core import Core, CoreLease
@@ -16,7 +14,8 @@ from hicache_actors.core.fetch import PrefetchJob
 from hicache_actors.core.jobs import Job
 from hicache_actors.core.opening import OpenJob
 from hicache_actors.core.words import HOST, SLOT_BYTES, Phase
-from hicache_actors.ranks import Agreed, Board, Round, RoundVector, WireMap
+from hicache_actors.ranks import RoundVector
+from hicache_actors.testing.broken_rounds import MapOfToday, PackedRows
 from hicache_actors.testing.twin_options import TwinOptions
 from hicache_actors.testing.twins import TwinFailure, TwinRank, run_twins
 
@@ -44,41 +43,6 @@ def caught(
         except (AssertionError, KeyError, IndexError, ValueError) as exc:
             found.append(repr(exc))
     raise AssertionError(f"not caught as {kinds} in {SEEDS} seeds: {found}")
-
-
-class PackedRows(RoundVector):
-    """Released jobs as the bits of one element."""
-
-    def encode(
-        self, wire: WireMap, board: Board, now_ms: int, digest: int, *, alive: bool = True, closing: bool = False
-    ) -> Round:
-        sent = super().encode(wire, board, now_ms, digest, alive=alive, closing=closing)
-        first = self.HEADER + self.slots
-        vector = array("q", sent.vector)
-        vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
-        for at in range(first + 1, len(vector)):
-            vector[at] = 0
-        return msgspec.structs.replace(sent, vector=vector)
-
-    def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
-        first = self.HEADER + self.slots
-        bits = reduced[first]
-        unpacked = [*reduced[:first], *(bits >> row & 1 for row in range(self.rows))]
-        return super().decode(sent, unpacked, check_digest=check_digest)
-
-
-class MapOfToday(RoundVector):
-    """A value is taken for whatever phase its job is in when the round comes back."""
-
-    def __init__(self, rank: TwinRank) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
-        agreed = super().decode(sent, reduced, check_digest=check_digest)
-        today = dict(self.rank.core.wire().slots)
-        values = [(job, today.get(job, phase), value) for job, phase, value in agreed.values]
-        return msgspec.structs.replace(agreed, values=values)
 
 
 def reserve_in_the_pipeline(rank: TwinRank) -> None:
@@ -211,4 +175,4 @@ def test_released_bits_packed_into_a_mask() -> None:
 
 
 def test_a_stale_hit_taken_as_a_result_at_lag_two() -> None:
-    caught({"wrong bytes"}, lag=2, make_vector=MapOfToday)
+    caught({"wrong bytes"}, lag=2, make_vector=lambda rank: MapOfToday(rank.core.wire))
