@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from hicache_actors.cache.api import HiCache
 from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
 from hicache_actors.errors import ConfigError
 from hicache_actors.memory.host import HostMemory
+from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.testing.pools import check_conservation
 from hicache_actors.testing.small import SHAPE, Small, evict_device, open_small, prompt, small_config
@@ -84,6 +86,23 @@ async def test_it_serves_while_memory_is_being_registered(stub: Stub) -> None:
             await small.engine.answer(prompt(8, family=family))
             await small.cache.drain(WAIT_S)
         assert small.cache.core.usage().host.owned_pages > CHUNK_PAGES
+    assert stub.live() == {}
+
+
+async def test_with_steps_it_opens_as_they_go(stub: Stub) -> None:
+    device, config = HeldDevice(stub), small_config(host_pages=HOST_PAGES)
+    config = type(config)(page_size=config.page_size, host=config.host, model=config.model, close_timeout_s=WAIT_S)
+    async with HiCache.open(config, KVTensors.make(SHAPE, 8), device=device, driver="step") as cache:
+        closed = []
+        async with asyncio.timeout(WAIT_S):
+            while cache.driver.needs_step:
+                await cache.begin_step_async()
+                closed.append(cache.core.usage().host.closed_pages)
+                cache.end_step()
+                await asyncio.to_thread(device.asked.wait, WAIT_S)
+                device.may_register.set()
+        assert sorted(set(closed), reverse=True) == [24, 8, 0]
+        assert closed == sorted(closed, reverse=True)
     assert stub.live() == {}
 
 
