@@ -90,11 +90,14 @@ Agreement between ranks: 2 and 4 processes on this machine, over gloo and over T
 
   bare_round_us             one reduction of a round's vector, and nothing else
   collectives_per_step      what a step costs the network; open jobs may not change it
-  begin_step_wait_us        how long `begin_step` takes, apply included, after a step that sleeps 10 ms: the round travels meanwhile
-  matmul_begin_step_wait_us the same after steps of about 10 ms of matrix products on all ranks (2 processes)
-  idle_cpu_percent          of a core, of each rank, while all wait for the leader's intake
+  begin_step_wait_us        what `begin_step` waits for its round after a step that sleeps 10 ms, in which the round travels
+  begin_step_us             the whole of `begin_step` in such a step: that wait, and what is done with its outcome
+  end_step_us               `end_step`, which issues the round
+  matmul                    the same after steps of about 10 ms of matrix products on all ranks (2 processes)
+  alone                     the same on one rank, where nobody is waited for: the work, as slow as it is on cold caches
+  idle_cpu_percent          of a core, of each rank, while all wait 10 s for the leader's intake (< 0.2)
 
-Figures are of rank 0, the worst rank's for idle_cpu_percent.  Takes about a minute; --quick shortens each part.
+Figures are of rank 0, the worst rank's for idle_cpu_percent.  Takes about two minutes; --quick shortens each part.
 """
 
 _TRANSFER: Final = """\
