@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from hicache_actors.cache.api import HiCache
+    from hicache_actors.cache.api import HiCache, Stored
     from hicache_actors.cache.handles import BlockLoad, Lease, Load, Prefetch
     from hicache_actors.cache.rooms import Room
+    from hicache_actors.cache.snapshots import Snapshot
     from hicache_actors.config import (
         Config,
         Deadlines,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hicache_actors.core.explain import Explanation
     from hicache_actors.core.news import StepNews
     from hicache_actors.core.words import Account, Committed, LoadResult, Match, PolicyRefused, Shortfall
+    from hicache_actors.cuda_ext.device import Event
     from hicache_actors.errors import (
         BackendError,
         ConfigError,
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from hicache_actors.ranks.group import RankGroup
 
 _HOMES: Final = {
-    "cache.api": ("HiCache",),
+    "cache.api": ("HiCache", "Stored"),
     "config": (
         "Config",
         "Deadlines",
@@ -77,6 +79,8 @@ _HOMES: Final = {
     "memory.shapes": ("KVShape",),
     "pipelines.observer": ("BatchEnd", "CommitEnd"),
     "cache.rooms": ("Room",),
+    "cache.snapshots": ("Snapshot",),
+    "cuda_ext.device": ("Event",),
     "ranks.group": ("RankGroup",),
 }
 _HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
@@ -92,6 +96,7 @@ __all__ = [
     "ConfigError",
     "Deadlines",
     "DeviceConfig",
+    "Event",
     "Explanation",
     "HiCache",
     "HiCacheError",
@@ -115,9 +120,11 @@ __all__ = [
     "Scope",
     "ShapeConfig",
     "Shortfall",
+    "Snapshot",
     "StepNews",
     "StoppedError",
     "StorageConfig",
+    "Stored",
     "TransferError",
     "UsageError",
 ]

@@ -23,7 +23,7 @@ from hicache_actors.cache.assembly import DriverKind, Parts
 from hicache_actors.cache.block_verbs import BlockVerbs
 from hicache_actors.cache.handles import Lease, Prefetch
 from hicache_actors.cache.observing import ObservationVerbs
-from hicache_actors.cache.planning import plan
+from hicache_actors.cache.planning import build
 from hicache_actors.cache.policy_verbs import PolicyVerbs
 from hicache_actors.cache.rank_verbs import RankVerbs
 from hicache_actors.cache.rooms import Room, WaitForRoom
@@ -94,13 +94,21 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         ``device``, ``backend``, ``transport``: objects to use in place of those that the tensors, ``config.storage.url`` and
         ``ranks`` name.
 
-        Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs), `PeerError` if
-        not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 seconds (with ranks: on all of them,
-        if one cannot open its own).  A bug inside that degraded the cache meanwhile is raised when the block ends, unless the block
-        itself raised.
+        Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs, or that one of them
+        cannot honour), `PeerError` if not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 s (with
+        ranks: on all of them, if one cannot open its own).  A bug inside that degraded the cache meanwhile is raised when the block
+        ends, unless the block itself raised.
         """
-        planned = plan(config, kv, slots=slots, driver=driver, device=device, backend=backend, group=ranks)
-        parts = await planned.build(ranks, transport)
+        parts = await build(
+            config,
+            kv,
+            slots=slots,
+            driver=driver,
+            device=device,
+            backend=backend,
+            group=ranks,
+            transport=transport,
+        )
         cache = HiCache(parts)
         try:
             await parts.start()
@@ -121,7 +129,14 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
 
     @property
     def page_size(self) -> int:
+        """Tokens in a page."""
         return self.core.page_size
+
+    def __repr__(self) -> str:
+        shape = self.kv.shape
+        return (
+            f"<HiCache {self.state}: {shape.layers} layers, {self.kv.pages} device pages of {shape.page_size} tokens>"
+        )
 
     @property
     def kv(self) -> KVTensors:

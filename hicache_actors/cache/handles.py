@@ -104,6 +104,9 @@ class Load:
         until = time.monotonic() + timeout_s
         return all(job.waits.wait(layer, max(0.0, until - time.monotonic())) for job in self._jobs)
 
+    def __repr__(self) -> str:
+        return f"<Load of {self.tokens} tokens: {'under way' if self._result is None else self._result}>"
+
     async def ready(self, layer: int) -> None:
         """Wait on the loop until ``layer`` has been loaded.  Raises `TransferError` if the load has failed."""
         for job in self._jobs:
@@ -165,8 +168,13 @@ class Lease:
         self._released = False
         self._loading = self._follow(core_lease.loads) if core_lease.loads else None
 
+    def __repr__(self) -> str:
+        lease, state = self._lease, "released" if self._released else "held"
+        return f"<Lease {lease.rid!r} {state}: {len(lease.pages)} pages, {lease.usable_tokens} tokens usable>"
+
     @property
     def rid(self) -> str:
+        """Names the request."""
         return self._lease.rid
 
     @property
@@ -196,6 +204,7 @@ class Lease:
 
     @property
     def account(self) -> Account:
+        """Where the prompt's tokens have come from, and why those that are computed are."""
         return self._lease.account
 
     @property
@@ -315,6 +324,9 @@ class Prefetch:
         self._inside, self._job = inside, job
         self._stopped = False
         self._tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Prefetch {self.rid!r}: {self.arrived_tokens} tokens arrived>"
 
     @property
     def settled(self) -> bool:

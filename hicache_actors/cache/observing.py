@@ -82,6 +82,10 @@ class ObservationVerbs:
 
     @property
     def state(self: Observed) -> State:
+        """ "open"; "degraded" (it serves nothing, and the engine lives; final); "disabled" by its configuration; "closing", "closed".
+
+        Any thread.
+        """
         if self._closed:
             return "closed"
         if self._closing:
@@ -91,6 +95,7 @@ class ObservationVerbs:
         return "degraded" if self.core.degraded or not self.driver.alive else "open"
 
     def snapshot(self: Observed) -> Snapshot:
+        """What all parts of the cache are doing, at this instant.  Core's owner thread; `metrics.Collector` asks from others."""
         parts = self._parts
         failure = self.driver.failure
         return Snapshot(

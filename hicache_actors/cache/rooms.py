@@ -18,6 +18,9 @@ class Room:
     def __init__(self, inside: Inside, room: CoreRoom, number: int) -> None:
         self._inside, self._room, self._number = inside, room, number
 
+    def __repr__(self) -> str:
+        return f"<Room of {self.pages} pages>"
+
     @property
     def waiter(self) -> int:
         """Names the reservation inside Core."""

@@ -142,3 +142,19 @@ def _all_of(asked: object) -> object:
 def test_the_facade_is_small() -> None:
     verbs = {name for name in vars(HiCache) if not name.startswith("_")}
     assert len(verbs) < 30
+
+
+async def test_what_is_held_says_what_it_is() -> None:
+    async with open_small(backend=MemoryBackend()) as small:
+        cache = small.cache
+        assert repr(cache) == "<HiCache open: 3 layers, 16 device pages of 4 tokens>"
+        for _ in range(2):
+            async with cache.acquire(prompt(3), rid="r") as lease:
+                assert not isinstance(lease.allocate(len(prompt(3)) - lease.usable_tokens), Shortfall)
+                small.model.forward(prompt(3), lease.pages, lease.usable_tokens, len(prompt(3)))
+                lease.commit(len(prompt(3)))
+        assert repr(lease) == "<Lease 'r' released: 4 pages, 12 tokens usable>"
+        assert repr(cache.prefetch(prompt(3), "p")) == "<Prefetch 'p': 0 tokens arrived>"
+        async with cache.room(8, deadline_s=1.0) as room:
+            assert repr(room) == "<Room of 2 pages>"
+    assert repr(cache).startswith("<HiCache closed")
