@@ -1,6 +1,9 @@
-// Digests, batches of files and first touch in one program, for sanitizers.  Its argument is an empty folder.
+// Digests, batches of files and of slots, and first touch in one program, for sanitizers.  Its argument is an empty folder.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -97,6 +100,42 @@ void try_files(const std::string& folder) {
   require(hic_files_leading(kCount, paths.data(), &error) == kCount && !error, "all are there");
 }
 
+// Many small pieces, some of them neighbours, in three threads or by one queue; what is written is read, sealed and judged.
+void try_slots(const std::string& path, hic_uring* uring) {
+  constexpr uint64_t kCount = 150, kBytes = 4096 + 512;
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
+  require(fd >= 0, "the file of slots");
+  std::vector<Bytes> objects, back;
+  std::vector<void*> from, to;
+  std::vector<uint64_t> bytes(kCount, kBytes), offsets, numbers;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    objects.emplace_back(kBytes), back.emplace_back(kBytes);
+    from.push_back(objects.back().data.get()), to.push_back(back.back().data.get());
+    offsets.push_back(i ? offsets.back() + kBytes * (1 + chance() % 2) : 0);
+    numbers.push_back(kCount - 1 - i);
+  }
+  const Bytes digest(16), hashes(32 * kCount);
+  const uint64_t chunk = 3;
+  const hic_names names{digest.data.get(), hashes.data.get(), &chunk, 1, nullptr};
+  std::vector<uint8_t> verdicts(kCount, HIC_VERDICT_EMPTY);
+  for (const bool writes : {true, false}) {
+    hic_slot_batch batch{kCount, 0, writes ? from.data() : to.data(), bytes.data(), offsets.data(), nullptr, &names,
+                         numbers.data(), verdicts.data(), 4 * kBytes, fd, writes, 0, 0};
+    if (uring)
+      require(!hic_uring_move(uring, &batch), "move by queue");
+    else
+      by_threads([&] { require(!hic_slots_move(&batch), "move by threads"); });
+    require(!batch.error, "no request failed");
+  }
+  for (uint64_t i = 0; i < kCount; ++i)
+    require(verdicts[i] == HIC_VERDICT_OK && !std::memcmp(from[i], to[i], kBytes), "all are read and right");
+  require(!ftruncate(fd, static_cast<off_t>(offsets[kCount / 2])), "cut off");
+  hic_slot_batch batch{kCount, 0, to.data(), bytes.data(), offsets.data(), nullptr, nullptr,
+                       nullptr, nullptr, 4 * kBytes, fd, 0, 0, 0};
+  require(!(uring ? hic_uring_move(uring, &batch) : hic_slots_move(&batch)) && batch.error == EIO, "the end of the file");
+  close(fd);
+}
+
 void try_touching() {
   constexpr uint64_t kBytes = 48 << 20;
   for (const bool to_the_end : {true, false}) {
@@ -118,6 +157,11 @@ void try_touching() {
 int main(int, char** arguments) {
   try_digests();
   try_files(arguments[1]);
+  try_slots(std::string(arguments[1]) + "/slots", nullptr);
+  int32_t error;
+  hic_uring* uring = hic_uring_open(8, &error);
+  for (int round = 0; uring && round < 10; ++round) try_slots(std::string(arguments[1]) + "/slots", uring);
+  if (uring) hic_uring_close(uring);
   try_touching();
   std::puts("all well");
 }
