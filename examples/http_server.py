@@ -1,4 +1,5 @@
 """An HTTP server that streams tokens: FastAPI in front, one engine behind it, the cache below.  Clients of OpenAI can talk to it.
+Needs the extras "http" and "transformers".
 
     python examples/http_server.py --model smollm2     # port 8000; without --model: random weights, no download
     curl -N localhost:8000/v1/chat/completions -H 'content-type: application/json' \\

@@ -82,7 +82,7 @@ class ObservationVerbs:
 
     @property
     def state(self: Observed) -> State:
-        """ "open"; "degraded" (it serves nothing, and the engine lives; final); "disabled" by its configuration; "closing", "closed".
+        """One word: "degraded" serves nothing, finally, and the engine lives; "disabled" is what the configuration wants.
 
         Any thread.
         """
