@@ -102,9 +102,7 @@ class Asking:
             return cancel(core, waiter)
 
         number = next(self._numbers)
-        back: AnyTold = TakeBack(number, cancel is not Core.cancel_waiter)
-        if cancel is Core.leave_room:
-            back = LeaveRoom(number)
+        back = _told_back(number, cancel)
         self._undecided.add(future)
         self.decide(put, told(number))
         try:
@@ -120,6 +118,7 @@ class Asking:
             if give_back is not None and future.done() and future.exception() is None:
                 give_back(future.result())
             else:
+                future.cancel()  # an answer that is on its way makes no handle any more
                 self.decide(take_out, back)
             raise
 
@@ -153,6 +152,11 @@ class Acquire:
     ) -> None:
         if self._lease is not None:
             self._lease.hand_back()
+
+
+def _told_back(number: int, cancel: Callable[[Core, int], Any]) -> AnyTold:
+    """`cancel`, for the other ranks."""
+    return LeaveRoom(number) if cancel is Core.leave_room else TakeBack(number, cancel is not Core.cancel_waiter)
 
 
 def _refused(core: Core, error: Exception) -> bool:
