@@ -95,9 +95,9 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
         ``ranks`` name.
 
         Raises `ConfigError` before anything is started (with ranks: on all of them, for a setting that differs, or that one of them
-        cannot honour), `PeerError` if not all ranks come, and `BackendError` if the store cannot be opened, or not within 10 s (with
-        ranks: on all of them, if one cannot open its own).  A bug inside that degraded the cache meanwhile is raised when the block
-        ends, unless the block itself raised.
+        cannot honour), `PeerError` if not all ranks come, and `BackendError` if the store cannot be opened, or not within 10
+        seconds (with ranks: on all of them, if one cannot open its own).  A bug inside that degraded the cache meanwhile is raised
+        when the block ends, unless the block itself raised.
         """
         parts = await build(
             config,

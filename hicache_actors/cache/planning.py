@@ -29,7 +29,7 @@ from hicache_actors.memory.report import SizingReport, sizing_report, storage_fa
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import take_staging
 from hicache_actors.ranks.group import RankGroup
-from hicache_actors.ranks.link import join
+from hicache_actors.ranks.link import join, tell_failure
 from hicache_actors.ranks.transport import Transport
 from hicache_actors.tiers.host import chunk_pages
 from hicache_actors.tiers.storage import Source
@@ -73,6 +73,30 @@ class Plan(NamedTuple):
             if link is not None:
                 link.close()
             raise
+
+
+async def build(
+    config: Config,
+    kv: KVTensors | None,
+    *,
+    slots: SlotOwner,
+    driver: DriverKind,
+    device: Device | None,
+    backend: Backend | None,
+    group: RankGroup | None,
+    transport: Transport | None,
+) -> Parts:
+    """Plan, and meet the other ranks, if there are any: those are told, too, of what this rank refuses.
+
+    Raises `ConfigError` and `PeerError`.
+    """
+    try:
+        made = plan(config, kv, slots=slots, driver=driver, device=device, backend=backend, group=group)
+    except Exception as failure:
+        if group is not None and group.size > 1:
+            await tell_failure(group, failure, transport)
+        raise
+    return await made.build(group, transport)
 
 
 def plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -69,21 +70,40 @@ async def join(
 ) -> RankLink:
     """Meet the other ranks and compare sizes and facts.
 
-    Raises `PeerError` if they do not all come within the start deadline, `ConfigError`, on all of them, for a fact that differs.
+    Raises `PeerError` if they do not all come within the start deadline; `ConfigError`, on all of them, for a fact that differs, or
+    if one cannot open its cache.
     """
-    if transport is None:
-        meeting = Workers("ranks-meet", 1, max_lost=None)
-        try:
-            transport = await meeting.run(_meet, group)
-        finally:
-            meeting.close()
-    sync = RankSync(transport, lag=group.lag, deadline_s=group.deadline_s)
+    sync = await _sync(group, transport)
     try:
         agreed = await agree_on_start(sync, sizes, {**_axes(group), **facts}, group.start_deadline_s)
     except BaseException:
         sync.close()
         raise
     return RankLink(group, sync, agreed)
+
+
+async def tell_failure(group: RankGroup, failure: Exception, transport: Transport | None) -> None:
+    """This rank cannot open its cache: meet the others and say why, so that they need not wait for it.
+
+    Returns once they have heard of it, or after the start deadline; raises nothing but what cancels it.
+    """
+    bind_log(part="ranks", rank=group.rank).error("cannot_open", why=str(failure), next="the other ranks are told")
+    with contextlib.suppress(HiCacheError):
+        sync = await _sync(group, transport)
+        try:
+            await agree_on_start(sync, {}, {}, group.start_deadline_s, failure)
+        finally:
+            sync.close()
+
+
+async def _sync(group: RankGroup, transport: Transport | None) -> RankSync:
+    if transport is None:
+        meeting = Workers("ranks-meet", 1, max_lost=None)
+        try:
+            transport = await meeting.run(_meet, group)
+        finally:
+            meeting.close()
+    return RankSync(transport, lag=group.lag, deadline_s=group.deadline_s)
 
 
 def _meet(group: RankGroup) -> Transport:

@@ -2,7 +2,8 @@
 
 Sizes are agreed by MIN.  Facts must be equal: one that differs refuses the start on all ranks and is named, instead of a hang or a
 divergence later.  Two reductions: the first has the same length in all versions and says whether the second has.  Then each rank
-opens its store, and one more tells whether all could.
+opens its store, and one more tells whether all could.  A rank whose own settings cannot be honoured takes part as well: it says so
+in the first reduction, and why in the second.
 """
 
 from __future__ import annotations
@@ -23,20 +24,34 @@ _TEXT_WORDS: Final = 64
 
 
 async def agree_on_start(
-    sync: RankSync, sizes: Mapping[str, int], facts: Mapping[str, Fact], timeout_s: float
+    sync: RankSync,
+    sizes: Mapping[str, int],
+    facts: Mapping[str, Fact],
+    timeout_s: float,
+    failure: Exception | None = None,
 ) -> dict[str, int]:
     """-> the smallest of each size.  Waits until all ranks are here, at most ``timeout_s``.
 
-    Raises, on all ranks alike, `ConfigError` for a fact that is not the same everywhere; `PeerError` if a rank does not come.
+    ``failure``: why this rank has none of both, and will not start.
+
+    Raises, on all ranks alike, `ConfigError` for a fact that is not the same everywhere, or with the words of the first rank that
+    will not start; `PeerError` if a rank does not come.
     """
     names = [*sizes, *facts]
-    shape = [PROTOCOL_VERSION, len(names), _word("\n".join(names))]
+    count = len(names) if failure is None else sync.rank - sync.size
+    shape = [PROTOCOL_VERSION, count, _word("\n".join(names))]
     reduced = await sync.reduce_async([*shape, *(-value for value in shape)], timeout_s)
     if reduced[0] != -reduced[3]:
         raise ConfigError(
             "ranks.protocol_version", PROTOCOL_VERSION, f"the ranks speak {reduced[0]} to {-reduced[3]}",
             fix="run one version of hicache-actors on all ranks",
         )  # fmt: skip
+    if reduced[1] < 0:
+        first = reduced[1] + sync.size
+        why = await _spread(sync, first, failure, timeout_s)
+        raise ConfigError(
+            "ranks", first, f"rank {first} cannot open its cache: {why}", fix="mend it there; its log says more"
+        ) from failure
     if any(reduced[at] != -reduced[at + 3] for at in (1, 2)):
         raise ConfigError(
             "ranks", len(names), "the ranks compare other facts", fix="run one version of hicache-actors on all ranks"
@@ -61,9 +76,14 @@ async def agree_on_opening(sync: RankSync, failure: HiCacheError | None, timeout
     (first,) = await sync.reduce_async([mine], timeout_s)
     if first == sync.size:
         return
+    why = await _spread(sync, first, failure, timeout_s)
+    raise BackendError(f"rank {first} cannot use its storage: {why}", retryable=False) from failure
+
+
+async def _spread(sync: RankSync, first: int, failure: Exception | None, timeout_s: float) -> str:
+    """The words of rank ``first``, which has failed, on all ranks."""
     nothing = [_WORD] * _TEXT_WORDS
-    words = await sync.reduce_async(_spelled(str(failure)) if first == sync.rank else nothing, timeout_s)
-    raise BackendError(f"rank {first} cannot use its storage: {_read(words)}", retryable=False) from failure
+    return _read(await sync.reduce_async(_spelled(str(failure)) if first == sync.rank else nothing, timeout_s))
 
 
 def _spelled(text: str) -> list[int]:

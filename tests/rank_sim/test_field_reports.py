@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import msgspec
 import pytest
 
 from hicache_actors.backends.wrappers import Fault, at_random
-from hicache_actors.errors import BackendError, TransferError
+from hicache_actors.cache.api import HiCache
+from hicache_actors.errors import BackendError, ConfigError, TransferError
+from hicache_actors.memory.kv import KVTensors
 from hicache_actors.testing.lives import run_checked
 from hicache_actors.testing.ranks import RankHarness, RankOptions, SimNetwork, SimRank
+from hicache_actors.testing.sim_device import SimDevice
+from hicache_actors.testing.small import SHAPE, small_config
 
 SEEDS = range(3)
 
@@ -138,3 +143,52 @@ def test_b088_a_store_that_hangs_on_one_rank_at_the_start_is_told_to_all_in_time
     assert len(set(said)) == 1
     assert said[0].startswith("rank 1 cannot use its storage: open")
     assert "no answer within 10.0 s" in said[0]
+
+
+def test_settings_that_one_rank_cannot_honour_are_told_to_all() -> None:
+    """And not as a peer that did not come."""
+    network = SimNetwork(4, 0)
+    said: list[str] = []
+
+    async def open_one(number: int) -> None:
+        group = RankOptions(ranks=4).group(number)
+        config = msgspec.structs.replace(small_config(), shadow=number == 2)
+        with pytest.raises(ConfigError) as refused:
+            async with HiCache.open(
+                config,
+                KVTensors.make(SHAPE, 8),
+                driver="step",
+                device=SimDevice(),
+                ranks=group,
+                transport=network.transport(number),
+            ):
+                raise AssertionError("opened")
+        said.append(str(refused.value))
+
+    async def main() -> float:
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                group.start_soon(open_one, number)
+        return anyio.current_time()
+
+    assert run_checked(main, 0) < 5.0
+    own = "shadow = True: works on one rank"
+    assert sum(each.startswith(own) for each in said) == 1
+    assert sum(each.startswith(f"ranks = 2: rank 2 cannot open its cache: {own}") for each in said) == 3
+
+
+def test_who_cannot_open_does_not_wait_for_ever_to_tell() -> None:
+    async def main() -> float:
+        group = msgspec.structs.replace(RankOptions(ranks=2).group(1), start_deadline_s=3.0)
+        with pytest.raises(ConfigError, match="shadow"):
+            async with HiCache.open(
+                msgspec.structs.replace(small_config(), shadow=True),
+                KVTensors.make(SHAPE, 8),
+                driver="step",
+                ranks=group,
+                transport=SimNetwork(2, 0).transport(1),
+            ):
+                raise AssertionError("opened")
+        return anyio.current_time()
+
+    assert run_checked(main, 0) < 4.0

@@ -150,6 +150,18 @@ async def open_with_a_store_that_fails(rank: int, pipe: Connection, size: int, p
         return str(error)
 
 
+async def open_with_settings_of_one_rank(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> str:
+    """The last rank has settings that do not go with ranks."""
+    config = msgspec.structs.replace(small_config(), shadow=rank == size - 1)
+    try:
+        async with HiCache.open(
+            config, KVTensors.make(SHAPE, 8), driver="step", ranks=group_of(rank, size, port, kind)
+        ):
+            return "open"
+    except ConfigError as error:
+        return str(error)
+
+
 def lose_a_peer(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
     """The last rank leaves; what the others are told, and whether the next epoch works without it."""
     sync = RankSync(open_transport(group_of(rank, size, port, kind)), deadline_s=2.0)

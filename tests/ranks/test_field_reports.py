@@ -96,6 +96,13 @@ def test_b088_a_store_that_one_rank_cannot_reach_is_told_to_all(four: Crew, kind
 
 
 @pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_settings_that_one_rank_cannot_honour_are_told_to_all(four: Crew, kind: TransportKind) -> None:
+    *others, own = four.run(bodies.open_with_settings_of_one_rank, 3, free_port(), kind, size=3)
+    assert own.startswith("shadow = True: works on one rank")
+    assert all(other.startswith(f"ranks = 2: rank 2 cannot open its cache: {own[:20]}") for other in others), others
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
 def test_b013_two_nodes_of_one_rank_each_hit_all_that_they_have_stored(four: Crew, kind: TransportKind) -> None:
     """No shared folder, no shared memory, no socket in a folder: a store of its own for each, and one address."""
     assert four.run(bodies.two_nodes, 2, free_port(), kind, size=2) == [{"storage": 12, "computed": 1}] * 2
