@@ -19,6 +19,7 @@ from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict, sea
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract, content, room
+from hicache_actors.testing.small import PAGE_SIZE, open_small, prompt
 
 pytestmark = pytest.mark.anyio
 
@@ -355,6 +356,26 @@ async def test_who_is_back_is_asked_again() -> None:
     layer._breaker._since_s -= 10.0  # time passes
     assert await layer.ask("x", work) == 7
     assert layer.state == "closed"
+
+
+async def test_a_cache_has_all_pages_back_although_copies_that_are_near_are_bad(tmp_path: Path) -> None:
+    near, url = tmp_path / "near", f"file://{tmp_path}/near file://{tmp_path}/far"
+    async with open_small(url=url) as small:
+        await small.engine.answer(prompt(6))
+        assert await small.cache.drain(10.0) == 0
+    files = sorted(near.glob("objects/*/*.kv"))
+    right = {file.name: file.read_bytes() for file in files}
+    for file in files[:3]:
+        file.write_bytes(spoilt(memoryview(right[file.name])))
+    async with open_small(url=url) as small:  # the model looks at every byte
+        assert (await small.engine.answer(prompt(6))).account.storage == 6 * PAGE_SIZE
+        storage = small.cache.snapshot().storage
+        assert storage is not None
+        assert (storage.backend["0:file.bad"], storage.corrupt_pages) == (3, 0)
+        with anyio.fail_after(30):
+            while small.cache.snapshot().storage.backend["promoting_bytes"]:  # type: ignore[union-attr]  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+    assert {file.name: file.read_bytes() for file in near.glob("objects/*/*.kv")} == right
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -157,3 +159,23 @@ async def test_a_server_that_is_frozen_or_killed_costs_misses_and_keeps_what_it_
 def test_urls_that_cannot_be_honoured(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         S3Options.parse(url)
+
+
+async def test_the_server_to_try_it_with_says_all_that_a_client_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "hicache_actors.testing.servers", "seaweed"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip().partition("storage.url = ")[2]
+            for setting in process.stdout.readline().strip().partition("export ")[2].split():
+                monkeypatch.setenv(*setting.split("="))
+            backend = S3Backend(url)
+            await backend.open()
+            keys, data = objects(2)
+            assert await backend.write(keys, data) == [Stored.WRITTEN] * 2
+            await backend.close()
+        finally:
+            process.terminate()
+    assert process.returncode == 0

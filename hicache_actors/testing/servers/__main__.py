@@ -16,7 +16,7 @@ from hicache_actors.testing.servers.seaweed import KEYS, seaweed
 from hicache_actors.testing.servers.server import Server
 from hicache_actors.testing.servers.valkey import valkey
 
-_SECRETS = " ".join(f"{name}={value}" for name, value in KEYS.items())
+_ENVIRONMENT = {"seaweed": " ".join(f"{name}={value}" for name, value in KEYS.items())}
 
 
 def _mooncake(folder: Path) -> Server:
@@ -31,7 +31,7 @@ def _mooncake(folder: Path) -> Server:
 SERVERS: Mapping[str, tuple[Callable[[Path], Server], str]] = {
     "lmcache": (lmcache, "lmcache_server, in memory, without any bound"),
     "mooncake": (_mooncake, "a Mooncake master and 512 MiB that a process lends; its clients listen on all interfaces"),
-    "seaweed": (seaweed, f"SeaweedFS with its S3 gateway; clients need {_SECRETS}"),
+    "seaweed": (seaweed, f"SeaweedFS with its S3 gateway; clients need {_ENVIRONMENT['seaweed']}"),
     "valkey": (valkey, "Valkey, in memory, at most 1 GiB, evicts the least recently used"),
 }
 
@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             with make(Path(folder)) as server:
                 print(f"{server.name} is ready: storage.url = {server.url}", flush=True)
+                if chosen.name in _ENVIRONMENT:
+                    print(f"its clients need: export {_ENVIRONMENT[chosen.name]}", flush=True)
                 print("Ctrl-C ends it.", file=sys.stderr, flush=True)
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
                 signal.pause()
