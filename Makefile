@@ -14,7 +14,7 @@ LMCACHE_NEEDS := aiofile blake3 aiohttp py-cpuinfo pyyaml pyzmq redis safetensor
 	'numpy<=2.2.6'
 # SGLang's storage classes need no GPU, and little of its list; the torch that is there will do.
 SGLANG := $(VENV)/sglang
-SGLANG_NEEDS := boto3 ipython orjson pillow pybase64 pyzmq starlette triton
+SGLANG_NEEDS := aiohttp boto3 ipython orjson pillow pybase64 pyzmq starlette triton
 NATIVE_SOURCES := setup.py $(wildcard cuda_ext/native/capi.h cuda_ext/native/*/*.h cuda_ext/native/*/*.cpp)
 
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache-actors
