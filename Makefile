@@ -42,7 +42,7 @@ test-crash: $(STAMP) ## kill writers of each local store at 300 random points, f
 	$(BIN)/python -m pytest -m "slow or not slow" tests/backends/test_file_crash.py tests/backends/test_slab_crash.py $(TEST_ARGS)
 
 test-engines: $(STAMP) $(ENGINES) $(SGLANG)/.installed ## test the storage engines against real servers, which it installs, starts and stops
-	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines --ignore=$(SGLANG_TESTS) $(TEST_ARGS) $(OR_NONE)
+	$(ALONE) $(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS) $(OR_NONE)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(ALONE) $(SGLANG)/bin/python -m pytest -m engine $(SGLANG_TESTS) $(TEST_ARGS) $(OR_NONE)
 
 test-sim: $(STAMP) ## run 2,000 seeds of simulated ranks (about 15 minutes)
