@@ -106,6 +106,7 @@ def _inspect(options: argparse.Namespace) -> Answer:
     counts, sizes, scope, stats = run_with(options.url, look)
     groups = {group: {"objects": count, "bytes": sizes[group]} for group, count in counts.most_common()}
     lines = [f"scope     {scope}", f"objects   {counts.total():,}", f"bytes     {format_bytes(sizes.total())}"]
+    lines += [f"{name:<9} {value}" for name, value in stats.items() if isinstance(value, str) and value]
     lines += [f"  {count:>12,}  {format_bytes(sizes[group]):>14}  {group}" for group, count in counts.most_common()]
     return (
         0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -93,6 +94,18 @@ class TestSlabInPython(TestSlab):
         monkeypatch.setattr(native, "slots", lambda: None)
 
 
+class TestSlabByThreads(TestSlab):
+    """Where io_uring is refused."""
+
+    def url_of(self, folder: Path) -> str:
+        return f"slab://{folder}/store?gb=0.008&io=threads"
+
+
+class TestSlabBuffered(TestSlab):
+    def url_of(self, folder: Path) -> str:
+        return f"slab://{folder}/store?gb=0.008&direct=off"
+
+
 class TestMmap(_Contract):
     def url_of(self, folder: Path) -> str:
         return f"mmap://{folder}/store?gb=0.008"
@@ -181,6 +194,161 @@ async def test_all_slots_are_used_before_the_first_object_is_pushed_out(workers:
     await backend.write(["one more"], data)
     assert await backend.exists(keys) == 0, "what was unused for longest"
     assert await backend.exists([*many, "one more"]) == slots
+    await backend.close()
+
+
+def runs(slots: list[int]) -> int:
+    """How many requests a batch takes: one for each run of neighbours."""
+    return 1 + sum(after != before + 1 for before, after in itertools.pairwise(sorted(slots)))
+
+
+async def slots_of(backend: SlabBackend, keys: list[str]) -> list[int]:
+    file = await file_of(backend)
+    assert file is not None
+    found = [one for one in file.table.find_many(keys) if one is not None]
+    assert len(found) == len(keys)
+    return [one.slot for one in found]
+
+
+async def test_objects_of_a_batch_are_neighbours_in_a_full_store_too(workers: Workers, tmp_path: Path) -> None:
+    """What is used now and then is spared, and lies together as it was stored."""
+    backend = SlabBackend(f"slab://{tmp_path}/store?gb=0.01", workers)
+    await backend.open()
+    batches = []
+    for number in range(60):
+        keys, data = objects(64, prefix=f"{number}-")
+        assert list(await backend.write(keys, data)) == [Stored.WRITTEN] * 64
+        batches.append(runs(await slots_of(backend, keys)))
+        if number % 4 == 0:
+            kept = keys[:16]
+        await backend.read(kept, room(16, 5000))
+    assert int(backend.stats()["slots"]) < 60 * 64 // 3, "nobody had to make room"
+    assert max(batches[:15]) <= 2
+    assert sum(batches) <= 3 * len(batches)
+    await backend.close()
+
+
+async def test_all_in_use_makes_room_in_the_order_of_the_file(workers: Workers, tmp_path: Path) -> None:
+    backend = SlabBackend(f"mmap://{tmp_path}/store?gb=0.01", workers)
+    await backend.open()
+    for number in range(100):
+        keys, data = objects(64, prefix=f"{number}-")
+        await backend.write(keys, data)
+        assert await backend.read(keys, room(64, 5000)) == [True] * 64, "what has just been stored was pushed out"
+        assert runs(await slots_of(backend, keys)) <= 2
+    await backend.close()
+
+
+async def test_looking_after_objects_is_no_use_of_them(workers: Workers, tmp_path: Path) -> None:
+    backend = SlabBackend(f"mmap://{tmp_path}/store?gb=0.002", workers)
+    await backend.open()
+    keys, data = objects(8)
+    await backend.write(keys, data)
+    await backend.read(keys[:4], room(4, 5000))
+    await backend.peek(keys[4:], room(4, 5000))
+    await backend.write(*objects(int(backend.stats()["slots"]), prefix="more"))
+    assert await backend.exists(keys[:4]) == 4
+    assert await backend.exists(keys[4:]) == 0
+    await backend.close()
+
+
+async def test_an_index_without_room_forgets_what_was_unused_for_longest(
+    url: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1)
+    monkeypatch.setattr("hicache_actors.backends.slab.backend._now_ms", lambda: next(clock))
+    monkeypatch.setattr("hicache_actors.backends.slab.store_file.index_bytes", lambda slots: 6 * 64)
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    for number in range(120):
+        [[key], [buffer]] = objects(1, prefix=f"{number}-")
+        assert list(await backend.write([key], [buffer])) == [Stored.WRITTEN]
+        assert await backend.exists([key]) == 1
+    listed = backend.keys()
+    keys = [key async for key in listed]
+    assert len(keys) < 60
+    assert await backend.exists(keys) == len(keys)
+    assert await backend.delete(keys) == len(keys)
+    await backend.close()
+
+
+async def test_a_hint_that_a_dead_writer_left_is_overwritten(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    keys, data = objects(40)
+    await backend.write(keys, data)
+    file = await file_of(backend)
+    assert file is not None
+    hints = file.table._index._hints
+    before = hints.copy()
+    file.table._states[:] = 0  # as if each had died between its two stores
+    assert await backend.exists(keys) == 0
+    hints[hints == 0] = (1 << 63) + 9  # no bucket has room, and none of it means anything
+    assert list(await backend.write(keys, data)) == [Stored.WRITTEN] * 40
+    assert await backend.exists(keys) == 40
+    assert (hints != before).any()
+    hints[:] = (1 << 64) - 1  # slots that the file has not got
+    assert await backend.exists(keys) == 0
+    assert list(await backend.write(keys, data)) == [Stored.WRITTEN] * 40
+    back = room(40, 5000)
+    assert await backend.read(keys, back) == [True] * 40
+    assert back == data
+    await backend.close()
+
+
+async def test_the_same_key_twice_in_a_batch_is_stored_once(url: str, workers: Workers) -> None:
+    backend = SlabBackend(url, workers)
+    await backend.open()
+    [[key], [buffer]] = objects(1)
+    assert list(await backend.write([key, key], [buffer, buffer])) == [Stored.WRITTEN, Stored.PRESENT]
+    listed = backend.keys()
+    assert [one async for one in listed] == [key]
+    await backend.close()
+
+
+async def test_where_the_kernel_refuses_io_uring_threads_do_it_and_the_reason_is_shown(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(rings: native.Rings) -> int:
+        raise PermissionError(errno.EPERM, "planted")
+
+    monkeypatch.setattr(native.Rings, "_open", refuse)
+    backend = SlabBackend(f"slab://{tmp_path}/store?gb=0.002", workers)
+    await backend.open()
+    keys, data = objects(64)
+    assert list(await backend.write(keys, data)) == [Stored.WRITTEN] * 64
+    stats = backend.stats()
+    assert stats["requests"] == "threads"
+    if native.slots() is not None and stats["io"] == "direct":
+        assert stats["why_no_io_uring"] == os.strerror(errno.EPERM)
+    await backend.close()
+    strict = SlabBackend(f"slab://{tmp_path}/store?gb=0.002&io=uring", workers)
+    with pytest.raises(ConfigError, match="io=uring"):
+        await strict.open()
+
+
+async def test_direct_io_that_must_be_had_is_refused_where_it_cannot_be(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def open_(path: str, flags: int, *args: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "planted")
+        return real_open(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", open_)
+    for choice, way in (("off", "buffered"), ("auto", "buffered")):
+        backend = SlabBackend(f"slab://{tmp_path}/{choice}?gb=0.002&direct={choice}", workers)
+        await backend.open()
+        assert list(await backend.write(*objects(1))) == [Stored.WRITTEN]
+        assert backend.stats()["io"] == way
+        assert backend.stats()["why_buffered"] == ("direct=off" if choice == "off" else os.strerror(errno.EINVAL))
+        await backend.close()
+    backend = SlabBackend(f"slab://{tmp_path}/on?gb=0.002&direct=on", workers)
+    await backend.open()
+    with pytest.raises(ConfigError, match="direct=on"):
+        await backend.write(*objects(1))
     await backend.close()
 
 
@@ -375,7 +543,9 @@ def test_a_doorkeeper_forgets_the_oldest() -> None:
         ("shm://?gb=1", "no name"),
         ("shm://..?gb=1", "no name"),
         ("shm://a/b?gb=1", "path"),
-        ("mmap:///f?gb=1&direct=0", "unknown option"),
+        ("mmap:///f?gb=1&direct=off", "unknown option"),
+        ("slab:///f?gb=1&direct=0", "direct='0'"),
+        ("slab:///f?gb=1&io=aio", "io='aio'"),
     ],
 )
 def test_urls_that_cannot_be_honoured(url: str, words: str) -> None:
