@@ -8,7 +8,7 @@ from hicache_actors.core.jobs import Job
 from hicache_actors.core.news import SaveEnd
 from hicache_actors.core.node import Node
 from hicache_actors.core.pins import Pin
-from hicache_actors.core.saving import Range, WriteBackJob
+from hicache_actors.core.saving_jobs import Range, WriteBackJob
 from hicache_actors.core.words import LoadResult, Phase, Tokens
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Open jobs, and their places on the wire.
 
 A job may first agree a HIT, then its RESULT, then RELEASED (every copy or read on its slots has ended on every rank).  Each kind
-is a small class beside the verbs that open it: `fetch.PrefetchJob`, `loads.LoadJob`, `saving.WriteBackJob`, `saving.BackupJob`,
+is a small class near the verbs that open it: `fetch.PrefetchJob`, `loads.LoadJob`, `saving_jobs.WriteBackJob` and `BackupJob`,
 `leases.DrainJob`.  `Core.apply` knows no kind.
 """
 

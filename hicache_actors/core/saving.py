@@ -17,114 +17,14 @@ from typing import Final
 from hicache_actors.core.ahead import Ahead
 from hicache_actors.core.cleaning import Cleaner
 from hicache_actors.core.evictions import Cause
-from hicache_actors.core.jobs import Job
 from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
-from hicache_actors.core.pins import Pin
+from hicache_actors.core.saving_jobs import BackupJob, Range, SavingJob, WriteBackJob
 from hicache_actors.core.state import Note, State
-from hicache_actors.core.words import (
-    DEVICE,
-    FILLING,
-    HOST,
-    READY,
-    SLOT_BYTES,
-    Path,
-    Phase,
-    Settled,
-    Slots,
-    StartBackup,
-    StartWriteBack,
-    Tokens,
-)
+from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, SLOT_BYTES, Path, Phase, Tokens
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
 _WRITE_BACK: Final = Cause("write_back")
-
-
-class Range:
-    """Pages [start, start + pages) of a path, held by a host pin.  ``tokens`` is the engine's prompt along it, where known."""
-
-    __slots__ = ("pages", "pin", "start", "tokens", "tries")
-
-    def __init__(self, pin: Pin, start: int, tokens: Tokens | None, tries: int = 0) -> None:
-        self.pin, self.start, self.tokens, self.tries = pin, start, tokens, tries
-        self.pages = pin.tail.end - start
-
-
-class _SavingJob(Job):
-    def __init__(self, saving: Saving) -> None:
-        super().__init__(Phase.RUN, saving.state.epoch)
-        self.saving = saving
-        self.ranges: list[Range] = []
-        self.sources: list[Slots] = []
-
-    def on_result(self, pages: int, sound: bool) -> None:
-        """Split the count over the ranges, in order; each is settled by its good and its bad nodes."""
-        tree, left = self.saving.state.tree, pages
-        done = 0
-        for part in self.ranges:
-            take = min(left, part.pages)
-            left -= take
-            done += take
-            good, bad = tree.cut_at(part.pin.tail, part.start, part.start + take)
-            self.settle(part, good, bad)
-        self.saving.state.effects.append(Settled(self.id, done))
-        self.saving.state.to_limbo(self)
-
-    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
-        raise NotImplementedError
-
-
-class WriteBackJob(_SavingJob):
-    """Pins, for each range: host target [start, end), device source (to the root)."""
-
-    kind = "write_back"
-    place = HOST
-
-    def __init__(self, saving: Saving) -> None:
-        super().__init__(saving)
-        self.targets: list[Slots] = []
-        self.events: dict[int, object] = {}
-        self.computed = True
-
-    def effect(self) -> StartWriteBack:
-        return StartWriteBack(self.id, b"".join(self.sources), b"".join(self.targets), tuple(self.events.values()))
-
-    def on_result(self, pages: int, sound: bool) -> None:
-        """Not ``sound``: a forward has failed that should have computed some of the pages, so none is trusted that is not saved."""
-        self.computed = sound
-        super().on_result(pages, sound)
-
-    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
-        self.saving.written(part, good, bad)
-        if bad and not self.computed:
-            self.saving.not_computed(bad)
-
-    def on_released(self) -> None:
-        self.saving.in_flight_pages -= sum(part.pages for part in self.ranges)
-
-
-class BackupJob(_SavingJob):
-    """Pins, for each range: host source [start, end)."""
-
-    kind = "backup"
-    place = HOST
-    storage = True
-
-    def __init__(self, saving: Saving) -> None:
-        super().__init__(saving)
-        self.paths: list[Path] = []
-        self.storage_epoch = saving.state.storage_epoch
-
-    def effect(self) -> StartBackup:
-        return StartBackup(self.id, b"".join(self.sources), tuple(self.paths))
-
-    def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:
-        if self.storage_epoch == self.saving.state.storage_epoch:
-            self.saving.stored(part, good, bad)
-
-    def on_released(self) -> None:
-        self.saving.backup_pages -= sum(part.pages for part in self.ranges)
 
 
 class Retry:
@@ -405,6 +305,6 @@ class Saving:
             return False
         waits = self.state.policies.protects_dirty and self.state.residents.dirty_pages > 0
         return not any(
-            isinstance(job, _SavingJob) and (waits or job.phase is not Phase.LIMBO)
+            isinstance(job, SavingJob) and (waits or job.phase is not Phase.LIMBO)
             for job in self.state.jobs.open.values()
         )
