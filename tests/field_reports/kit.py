@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,6 +45,19 @@ async def store(backend: Backend, *prompts: Prompt) -> list[Answer]:
 async def compute(small: Small, asked: Prompt) -> Answer:
     """Serve ``asked`` without asking the storage."""
     return await small.engine.answer(asked, deadline_s=0.0)
+
+
+async def from_storage(small: Small, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> int:
+    """Ask again: all whole pages that the host has not come from storage, with the same answers -> tokens that did."""
+    tokens = 0
+    for asked, first in zip(prompts, answers, strict=True):
+        await small.cache.drain(60.0)
+        kept = small.cache.match(asked).host
+        again = await small.engine.answer(asked)
+        assert (again.account.storage, again.account.computed) == (len(asked) - 1 - kept, 1)
+        assert again.tokens == first.tokens
+        tokens += again.account.storage
+    return tokens
 
 
 def branch(kept_pages: int, pages: int, *, family: int = 0, other: int = 500, scope: Scope = NO_SCOPE) -> Prompt:

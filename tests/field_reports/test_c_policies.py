@@ -14,7 +14,7 @@ from hicache_actors.cache.api import Stored as StoredTokens
 from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, WritePolicy
 from hicache_actors.testing.small import prompt, small_config
 
-from .kit import LOOPS, PAGE, VIRTUAL, branch, compute, ended, on_device_and_host, opened, quiet, until
+from .kit import LOOPS, PAGE, VIRTUAL, branch, compute, ended, from_storage, on_device_and_host, opened, quiet, until
 
 
 def config(write_policy: WritePolicy, host_pages: int = 32, **policy: Any) -> Config:
@@ -65,15 +65,7 @@ async def test_b047_every_write_policy_reaches_the_store(anyio_backend: object, 
             await quiet(small)
         assert await small.cache.drain(60.0) == 0
         assert backend.stats()["objects"] == 32
-        from_store = 0
-        for asked, first in zip(prompts, answers, strict=True):
-            await small.cache.drain(60.0)
-            kept = small.cache.match(asked).host
-            again = await small.engine.answer(asked)
-            assert (again.account.storage, again.account.computed) == (4 * PAGE - kept, 1)
-            assert again.tokens == first.tokens
-            from_store += again.account.storage
-        assert from_store >= 2 * 4 * PAGE
+        assert await from_storage(small, prompts, answers) >= 2 * 4 * PAGE
 
 
 @LOOPS

@@ -28,6 +28,7 @@ from .kit import (
     clear_device,
     compute,
     ended,
+    from_storage,
     on_device_and_host,
     opened,
     pins,
@@ -168,15 +169,7 @@ async def test_b047_what_the_host_drops_is_found_in_the_store(anyio_backend: obj
         for asked in prompts:
             answers.append(await compute(small, asked))
             assert await small.cache.drain(60.0) == 0
-        from_store = 0
-        for asked, first in zip(prompts, answers, strict=True):
-            await small.cache.drain(60.0)
-            kept = small.cache.match(asked).host
-            again = await small.engine.answer(asked)
-            assert (again.account.storage, again.account.computed) == (4 * PAGE - kept, 1)
-            assert again.tokens == first.tokens
-            from_store += again.account.storage
-        assert from_store >= 4 * 4 * PAGE
+        assert await from_storage(small, prompts, answers) >= 4 * 4 * PAGE
 
 
 @LOOPS

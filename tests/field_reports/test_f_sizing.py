@@ -1,6 +1,6 @@
 """Field reports, section F: what a request is refused, what a setting is turned into, and what a size counts.
 
-Sizes are scaled to pages of 4 tokens.  B106 is here in its write_through form.
+Sizes are scaled to pages of 4 tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.registry import known_schemes, open_backend
 from hicache_actors.backends.wrappers import Slow, Wrapper
 from hicache_actors.cache.handles import Lease
-from hicache_actors.config import HostConfig, PrefetchPolicy
+from hicache_actors.config import HostConfig, PrefetchPolicy, WritePolicy
 from hicache_actors.core.words import Account
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.memory.budget import host_memory_scope, take_host_memory
@@ -287,18 +287,24 @@ class _Reads(Wrapper):
         return await super().read(keys, buffers)
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @VIRTUAL_ONCE
-async def test_b106_a_common_start_that_never_left_the_device_is_stored_all_the_same(anyio_backend: object) -> None:
+async def test_b106_a_common_start_that_never_left_the_device_is_stored_all_the_same(
+    anyio_backend: object, policy: WritePolicy
+) -> None:
     """Given 50 prompts with a common start of 8 pages, which is used all the time and never evicted.
     When their ends have been evicted, the cache has been drained and closed, and a later one is asked.
     Then every prompt is hit whole from storage."""
     backend = MemoryBackend()
     prompts = [branch(8, 10, other=100 + number) for number in range(50)]
-    async with opened(device_pages=16, host_pages=40, backend=backend) as small:
+    config = msgspec.structs.replace(small_config(host_pages=40), write_policy=policy)
+    async with opened(device_pages=16, config=config, backend=backend) as small:
         for asked in prompts:
             await compute(small, asked)
-            assert await small.cache.drain(60.0) == 0
+            if policy == "write_through":
+                assert await small.cache.drain(60.0) == 0
         assert small.cache.match(prompt(8)).device == 8 * PAGE
+        assert await small.cache.drain(60.0) == 0
     async with opened(device_pages=16, host_pages=40, backend=backend) as small:
         for asked in prompts:
             account = (await small.engine.answer(asked)).account

@@ -17,7 +17,7 @@ import hicache_actors
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 
 def _load(file: Path) -> ModuleType:
@@ -73,6 +73,9 @@ def test_the_map_of_folders_is_complete() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+        titles = re.findall(r"^#+ (.+)$", (page.parent / file if file else page).read_text(), flags=re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
