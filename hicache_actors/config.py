@@ -182,10 +182,10 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         positive("host.ratio", self.ratio, "host pages per device page")
         if self.size_gb is not None:
-            positive("host.size_gb", self.size_gb, "1e9 bytes")
+            positive("host.size_gb", self.size_gb, "GB of 1e9 bytes")
         optional_count("host.pages", self.pages, "pages")
         if self.reserve_gb is not None:
-            not_negative("host.reserve_gb", self.reserve_gb, "1e9 bytes")
+            not_negative("host.reserve_gb", self.reserve_gb, "GB of 1e9 bytes")
         choice("host.layout", self.layout, LAYOUTS)
         choice("host.touch", self.touch, TOUCHES)
         if self.numa_node is not None and (type(self.numa_node) is not int or self.numa_node < 0):

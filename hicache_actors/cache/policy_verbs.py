@@ -6,8 +6,9 @@ from typing import Protocol
 
 from hicache_actors.cache.asking import Asking
 from hicache_actors.cache.handles import Inside
+from hicache_actors.checks import choice
 from hicache_actors.core import PolicyRefused
-from hicache_actors.policy_config import Eviction, WritePolicy
+from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, Eviction, WritePolicy
 from hicache_actors.ranks.intents import SetEviction, SetStoreOn, SetWritePolicy
 from hicache_actors.storage_config import StoreOn
 
@@ -32,6 +33,7 @@ class PolicyVerbs:
         :raises ConfigError: no such policy.
         """
         self._check_open()
+        choice("write_policy", policy, WRITE_POLICIES)
         return await self._asking.decided(lambda core: core.set_write_policy(policy), SetWritePolicy(policy))
 
     async def set_eviction(self: OpenCache, eviction: Eviction) -> PolicyRefused | None:
@@ -43,6 +45,7 @@ class PolicyVerbs:
         :raises ConfigError: no such order.
         """
         self._check_open()
+        choice("eviction", eviction, EVICTIONS)
         return await self._asking.decided(lambda core: core.set_eviction(eviction), SetEviction(eviction))
 
     async def set_store_on(self: OpenCache, store_on: StoreOn) -> PolicyRefused | None:
