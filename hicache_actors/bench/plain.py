@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,11 +40,12 @@ class Mover(Protocol):
 
 
 class Pages:
-    """Memory of ``count`` pages, touched; names that no pass shares."""
+    """Memory of ``count`` pages, touched and aligned, as host slots are; names that no pass shares."""
 
     def __init__(self, count: int, page_bytes: int) -> None:
         self.count, self.page_bytes = count, page_bytes
-        whole = memoryview(bytearray(os.urandom(1 << 16) * -(-count * page_bytes // (1 << 16))))
+        whole = memoryview(mmap.mmap(-1, count * page_bytes))
+        whole[:] = (os.urandom(1 << 16) * -(-count * page_bytes // (1 << 16)))[: count * page_bytes]
         self.views = [whole[at * page_bytes : (at + 1) * page_bytes] for at in range(count)]
 
     def names(self, number: int) -> list[str]:

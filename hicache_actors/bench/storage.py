@@ -5,7 +5,7 @@ Writes are timed from the moment that the host has all pages to the moment that 
 loop does none of that: it makes the same system calls in a thread pool of the same size, a batch a hop.
 
 All of them run once a round, in changing order, each after a sync, so that nobody pays for another's dirty pages; a ratio is the
-median over rounds.  Reads find their files in the page cache.
+median over rounds.  Reads find their files in the page cache, but for `read_cold_gb_s`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def measure(
     url: str, sizes: Mapping[str, tuple[int, int]], rounds: int, delay_rounds: int, *, quiet: bool
 ) -> Figures:
     """``sizes``: name to (bytes of a page, pages)."""
-    progress = Progress(len(sizes) * (4 * (rounds + 1) + 2) + 1, quiet=quiet)
+    progress = Progress(len(sizes) * (5 * (rounds + 1) + 1) + 1, quiet=quiet)
     lags_s: list[float] = []
     figures: dict[str, float | str | Figures] = {"url": masked(url)}
     stored: set[str] = set()
@@ -63,7 +63,8 @@ async def measure(
             async with open_rig(
                 _own(url, name), page_bytes=page_bytes, pages=pages, read_concurrency=READERS, write_concurrency=WRITERS
             ) as rig:
-                figures[name] = await _size(rig, name, page_bytes, rounds, folders, progress)
+                warm = await _size(rig, name, page_bytes, rounds, folders, progress)
+                figures[name] = {**warm, **await _cold(rig, name, page_bytes, rounds, progress)}
                 await _lag(rig, name, lags_s, progress)
                 if _option(rig, "root") is None:
                     await rig.backend.forget()
@@ -178,6 +179,31 @@ async def _pass(mover: Mover, number: int) -> tuple[float, float]:
     write_s = await mover.write(number)
     await asyncio.to_thread(os.sync)
     return write_s, await mover.read(number)
+
+
+async def _cold(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Progress) -> Figures:
+    """Reads of a store on this disk when the page cache has nothing of it."""
+    folder = _option(rig, "root") or _option(rig, "folder")
+    if folder is None or _option(rig, "kind") == "shm":
+        return {}
+    ours, times_s = Ours(rig), []
+    for number in range(rounds):
+        progress.step(f"{name}: cold reads")
+        await ours.write(0xFE00 | number)
+        await asyncio.to_thread(_drop_cache, folder)
+        times_s.append(await ours.read(0xFE00 | number))
+    return {"read_cold_gb_s": round(rig.pages * page_bytes / median(times_s) / 1e9, 3)}
+
+
+def _drop_cache(folder: str) -> None:
+    os.sync()  # what is not on the disk yet stays
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
 
 async def _lag(rig: Rig, name: str, lags_s: list[float], progress: Progress) -> None:
