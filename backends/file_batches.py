@@ -1,7 +1,7 @@
 """Batches of whole files, read and written: by the native library where there is one, else by one system call after the other.
 
-Both ways make the same calls of the system in the same order.  The native one leaves the interpreter once a batch and not five
-times a file, so that it neither waits for the others' turns nor makes them wait.
+The native way leaves the interpreter once a batch and not five times a file, so that it neither waits for the others' turns nor
+makes them wait.  Where the system can do that, it makes a new file without a name and gives it one when it is whole.
 """
 
 from __future__ import annotations
@@ -185,6 +185,12 @@ class Making:
                 self._outcomes[at] = outcome = make_file(self._files[at], self._publisher)
                 error = outcome[1]
                 self._full = self._full or (error is not None and error.errno in _DISK_IS_FULL)
+
+    @property
+    def all_written(self) -> bool:
+        if self._native is not None:
+            return self._native.outcomes.count(native.WRITE_WRITTEN) == len(self._files)
+        return all(made is Made.WRITTEN for made, _ in self._outcomes)
 
     def outcomes(self) -> Iterator[Outcome]:
         if self._native is None:

@@ -3,7 +3,7 @@
 ::
 
     <root>/objects/<shard>/<key>.kv               one object; <shard> is two hex digits of a hash of the key
-    <root>/objects/<shard>/.<instance>.<n>.tmp    an object being written
+    <root>/objects/<shard>/.<instance>.<n>.tmp    an object being written, where it needs a name before it is whole
     <root>/quarantine/<key>.<time_ns>.bad         bad objects, the newest `QUARANTINE_KEEP` of them, to be looked at
     <root>/usage, <root>/writers/<instance>       what the folder holds, and who is changing it (`ledger`)
     <root>/evictor                                locked by the one process that evicts (`evictor`)

@@ -1,8 +1,7 @@
 /* Files of stored objects: a batch a call, so that the interpreter is left once and not five times a file.
  *
- * The calls are those of backends/folder.py, and what is rare is left to it: a call says what it met and goes on.  Any thread
- * may call; the caller owns all memory until the call returns.  Several threads may work at one batch: each takes the next
- * file from `next`. */
+ * What is rare is left to backends/folder.py: a call says what it met and goes on.  Any thread may call; the caller owns all
+ * memory until the call returns.  Several threads may work at one batch: each takes the next file from `next`. */
 #ifndef HICACHE_CAPI_FILES_H
 #define HICACHE_CAPI_FILES_H
 
@@ -61,7 +60,8 @@ struct hic_writes {
 /* Read whole files into their buffers. */
 HIC_API int32_t hic_files_read(struct hic_reads *batch);
 
-/* Write each buffer to its temporary file (0600, made anew) and give that its name, unless something has it. */
+/* Write each buffer to a new file (0600) and give that its name when it is whole, unless something has it.  Until then it has the
+ * name of its temporary file, or none where the system can do that. */
 HIC_API int32_t hic_files_write(struct hic_writes *batch);
 
 /* How many of the paths, from the front, are regular files that are not empty; errno into *error if looking at the next one
