@@ -4,6 +4,9 @@
 
 Prefix order, one batch at a time while the next is being sealed; the first failure ends the job, so that no hole is stored.
 RESULT counts the leading pages that the store has acknowledged, written now or present before.
+
+A call to the store runs by itself, so the two stages need no tasks and no channel: each would cost turns of the loop between one
+batch and the next, while the disk has nothing to do.
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ from hicache_actors.core.words import SLOT_BYTES, Path, StartBackup
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import BatchEnd
-from hicache_actors.runtime import Receiver, Sender, channel, hand_on
-from hicache_actors.tiers.storage import Store
+from hicache_actors.tiers.storage import Call, Store
 from hicache_actors.transfer.batch import Batch
 
 
@@ -54,34 +56,21 @@ class _Save:
         return len(self.hashes) == sum(batch.pages for batch in self._batches)
 
     async def run(self) -> None:
-        if len(self._batches) == 1:  # as with most jobs: stages would only cost turns of the loop
-            if await self._seal_one(self._batches[0]):
-                await self._write_one(self._batches[0])
-            return
-        async with anyio.create_task_group() as stages:
-            sender, receiver = channel(1, Batch)
-            stages.start_soon(self._seal, sender)
-            stages.start_soon(self._write, receiver, stages.cancel_scope)
+        sealing = self._seal(self._batches[0])
+        for number, batch in enumerate(self._batches, start=1):
+            if not await sealing.answer():
+                return
+            if number < len(self._batches):
+                sealing = self._seal(self._batches[number])
+            if not await self._write(batch):
+                return
 
-    async def _seal(self, sender: Sender[Batch]) -> None:
-        async with sender:
-            for batch in self._batches:
-                if not await self._seal_one(batch) or not await hand_on(sender, batch):
-                    return
-
-    async def _write(self, receiver: Receiver[Batch], stages: anyio.CancelScope) -> None:
-        async with receiver:
-            async for batch in receiver:
-                if not await self._write_one(batch):
-                    stages.cancel()
-                    return
-
-    async def _seal_one(self, batch: Batch) -> bool:
+    def _seal(self, batch: Batch) -> Call[bool]:
         sealing = self._store.seal(self._names(batch), batch.slots)
         self._job.hold(sealing)  # it writes headers into the slots
-        return await sealing.answer()
+        return sealing
 
-    async def _write_one(self, batch: Batch) -> bool:
+    async def _write(self, batch: Batch) -> bool:
         """Store a sealed batch -> whether all of it is stored now."""
         writing = self._store.write(self._names(batch), batch.slots, self._wanted, chains=self._chains)
         self._job.hold(writing)

@@ -1,6 +1,6 @@
 """Prefetch: storage to host.
 
-    hash path -> query -> HIT -> (Core grants slots) -> feed -> [read + verify] x k -> count in prefix order -> RESULT
+    hash path -> query -> HIT -> (Core grants slots) -> [read + verify] x k -> count in prefix order -> RESULT
 
 Batches are read several at once and counted in prefix order.  The fetch ends between batches: when nobody wants it any more,
 at its deadline, at the first page that is missing, torn or foreign, or when all has arrived.  What has arrived in one run from
@@ -15,7 +15,6 @@ from hicache_actors.core.words import StartPrefetch
 from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import BatchEnd
-from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.tiers.storage import Chains, Store
 from hicache_actors.transfer.batch import Batch
@@ -60,47 +59,34 @@ class _Fetch:
         self._movers, self._store, self._priority, self._job = movers, store, priority, job
         self._hashes, self._chains, self._batches = hashes, chains, batches
         self._good: dict[int, int] = {}  # batch -> leading pages that are right
+        self._waiting = iter(range(len(batches)))  # in prefix order, one for all readers
         self._end = len(batches)  # batches from here on are of no use
 
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch_stop, group.cancel_scope)
-            sender, receiver = channel(self._store.read_concurrency, int)
             async with anyio.create_task_group() as readers:
-                readers.start_soon(self._feed, sender)
-                for _ in range(self._store.read_concurrency):
-                    readers.start_soon(self._read, receiver.clone())
-                receiver.close()
+                for _ in range(min(self._store.read_concurrency, len(self._batches))):
+                    readers.start_soon(self._read)
             group.cancel_scope.cancel()
 
     async def _watch_stop(self, scope: anyio.CancelScope) -> None:
         await self._job.stopped()
         scope.cancel()
 
-    async def _feed(self, sender: Sender[int]) -> None:
-        async with sender:
-            for number in range(len(self._batches)):
-                if number >= self._end:
-                    return
-                if not await hand_on(sender, number):
-                    return
-
-    async def _read(self, receiver: Receiver[int]) -> None:
-        async with receiver:
-            async for number in receiver:
-                if number >= self._end:
-                    continue
-                batch = self._batches[number]
-                hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
-                reading = self._store.read(
-                    hashes, batch.slots, self._wanted, chains=self._chains, priority=self._priority
-                )
-                self._job.hold(reading)
-                good = await reading.answer()
-                self._good[number] = good
-                if good < batch.pages:
-                    self._end = min(self._end, number + 1)
-                self._job.arrived_pages = self._leading()
+    async def _read(self) -> None:
+        for number in self._waiting:
+            if number >= self._end:
+                return
+            batch = self._batches[number]
+            hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
+            reading = self._store.read(hashes, batch.slots, self._wanted, priority=self._priority)
+            self._job.hold(reading)
+            good = await reading.answer()
+            self._good[number] = good
+            if good < batch.pages:
+                self._end = min(self._end, number + 1)
+            self._job.arrived_pages = self._leading()
 
     def _wanted(self) -> bool:
         return not self._job.stopping and not self._job.answered

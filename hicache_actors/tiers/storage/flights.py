@@ -17,35 +17,37 @@ from hicache_actors.backends.backend import Stored
 
 
 class Flight:
-    """One batch on its way.  ``mine``: indices of the keys that it writes; ``theirs``: outcomes, to come, of the others."""
+    """One batch on its way.  ``mine``: indices of the keys that it writes; ``theirs``: of the others, on which flight they are."""
 
-    def __init__(self, flying: dict[str, asyncio.Future[Stored]], keys: Sequence[str]) -> None:
+    def __init__(self, flying: dict[str, Flight], keys: Sequence[str]) -> None:
         self.mine: list[int] = []
-        self.theirs: dict[int, asyncio.Future[Stored]] = {}
+        self.theirs: dict[int, Flight] = {}
+        self.landed: asyncio.Future[Mapping[str, Stored]] = asyncio.get_running_loop().create_future()
         self._flying = flying
-        self._own: dict[str, asyncio.Future[Stored]] = {}
-        loop = asyncio.get_running_loop()
+        self._own: list[str] = []
         for at, key in enumerate(keys):
             other = flying.get(key)
             if other is None:
-                flying[key] = self._own[key] = loop.create_future()
+                flying[key] = self
+                self._own.append(key)
                 self.mine.append(at)
             else:
                 self.theirs[at] = other
 
     def land(self, outcomes: Mapping[str, Stored]) -> None:
         """What has become of its keys (FAILED, if nothing is said).  Idempotent: who was given up on may land again."""
-        for key, future in self._own.items():
-            if not future.done():
-                future.set_result(outcomes.get(key, Stored.FAILED))
-                del self._flying[key]
+        if self.landed.done():
+            return
+        self.landed.set_result(outcomes)
+        for key in self._own:
+            del self._flying[key]
 
 
 class Flights:
     """The keys that are being written now, at one store.  Loop thread."""
 
     def __init__(self) -> None:
-        self._flying: dict[str, asyncio.Future[Stored]] = {}
+        self._flying: dict[str, Flight] = {}
 
     def start(self, keys: Sequence[str]) -> Flight:
         return Flight(self._flying, keys)
