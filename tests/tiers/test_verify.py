@@ -49,6 +49,27 @@ async def test_a_flipped_bit_in_the_payload_is_found_where_checksums_are_compare
     await lone.close()
 
 
+async def test_an_object_that_is_being_put_away_is_not_counted_again() -> None:
+    class Slow(Faulty):
+        async def quarantine(self, key: str) -> bool:
+            await away.wait()
+            return await super().quarantine(key)
+
+    away = asyncio.Event()
+    lone = Lone(Slow(MemoryBackend(), flipping))
+    await lone.save(0, 2)
+    for _ in range(3):
+        assert await lone.read(0, 2).answer() == 0
+    assert lone.pages["corrupt_pages"] == lone.begun["quarantine"] == 2
+    away.set()
+    await lone.settled()
+    await lone.save(0, 2)  # and bad again
+    assert await lone.read(0, 2).answer() == 0
+    assert lone.pages["corrupt_pages"] == 4
+    await lone.settled()
+    await lone.close()
+
+
 @pytest.mark.parametrize("verify", ["sampled", "off"])
 async def test_what_is_stored_has_its_checksum_however_little_is_compared(verify: str, tmp_path: Path) -> None:
     """Others, and the scrubber, compare more."""

@@ -79,6 +79,7 @@ class Store:
         self._jobs = 0
         self.calls = Calls(config, staging, note, self._log, self._look_quiet)
         self._flights = Flights()
+        self._putting_away: set[str] = set()
         self.hits = HitWatch(self._log)
 
     # -- for pipelines -------------------------------------------------------------------------------------------------
@@ -198,8 +199,10 @@ class Store:
 
         async def join(outcomes: dict[int, Stored]) -> Sequence[Stored]:
             if flight.theirs:
-                await asyncio.wait(flight.theirs.values())  # each lands by its own deadline
-                joined = {at: landed.result() for at, landed in flight.theirs.items()}
+                await asyncio.wait({other.landed for other in flight.theirs.values()})  # each lands by its own deadline
+                joined = {
+                    at: other.landed.result().get(names[at], Stored.FAILED) for at, other in flight.theirs.items()
+                }
                 self._note(Counted("joined_pages", sum(outcome is not Stored.FAILED for outcome in joined.values())))
                 outcomes |= joined
             return [outcomes.get(at, Stored.FAILED) for at in range(len(names))]
@@ -320,14 +323,18 @@ class Store:
         return good // len(self.keys.chunks)
 
     def quarantine(self, key: str) -> None:
-        """Take a bad object out of sight, if the backend can."""
+        """Take a bad object out of sight, if the backend can.  One that is being put away just now has been counted."""
+        if key in self._putting_away:
+            return
+        self._putting_away.add(key)
         self._log.warning("object_quarantined", key=key)
         self._note(Counted("corrupt_pages", 1))
 
         async def quarantine() -> bool:
             return await self.backend.quarantine(key)
 
-        self.calls.start(Call("quarantine", False), "query", quarantine, _as_is)
+        call = self.calls.start(Call("quarantine", False), "query", quarantine, _as_is)
+        call.add_callback(lambda: self._putting_away.discard(key))
 
     def _look_quiet(self) -> None:
         if not self._jobs and not self.calls.open:
