@@ -104,7 +104,7 @@ def test_pages_whose_forward_failed_are_nobodys(seed: int | None, kind: str) -> 
                 failed.finish(error)
             else:
                 failed.set_exception(error)
-            while small.cache.pipelines.open_jobs:
+            while small.cache.pipelines.open_jobs:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
             assert other.failed is not None
             other.release()
