@@ -335,6 +335,23 @@ async def one_request(cache: HiCache, rid: str, family: int) -> None:
     await asyncio.sleep(0.002)
 
 
+async def form_again(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
+    """The last rank goes, the others degrade, and open caches again without it, in the same processes -> what they serve then."""
+    async with open_rank(group_of(rank, size, port, kind)) as cache:
+        await one_request(cache, "before", family=0)
+        if rank == size - 1:
+            return None
+        while cache.state == "open":
+            await one_request(cache, "next", family=1)
+        degraded = cache.state
+    async with open_rank(group_of(rank, size - 1, port, kind, epoch=1)) as again:
+        for at in range(2):
+            await one_request(again, f"r{at}", family=0)
+        await settle(again)
+        assert again.driver.failure is None, again.driver.failure
+        return degraded, again.state, again.match(prompt(3)).device, again.core.state_digest()
+
+
 async def diverge(rank: int, pipe: Connection, size: int, port: int, kind: Any) -> Any:
     """One rank makes a call that the others do not make."""
     async with open_rank(group_of(rank, size, port, kind), backend=MemoryBackend()) as cache:

@@ -62,6 +62,14 @@ def test_survivors_of_random_moments_serve_misses(seed: int, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("kind", ["gloo", "tcp"])
+def test_survivors_form_a_new_group_without_a_new_process(four: Crew, kind: TransportKind) -> None:
+    first, second, gone = four.run(bodies.form_again, SIZE, free_port(), kind, size=SIZE)
+    assert gone is None
+    assert first == second
+    assert first[:3] == ("degraded", "open", 12)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "tcp"])
 def test_a_divergence_stops_all_ranks_and_names_the_first_decision(four: Crew, kind: TransportKind) -> None:
     for failure, found in four.run(bodies.diverge, 2, free_port(), kind, size=2):
         assert "diverged" in failure
