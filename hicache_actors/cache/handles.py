@@ -123,6 +123,14 @@ class Load:
             self._result = self._agreed()
         return self._result
 
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Call it, on the loop, when a part of the verdict is there: `result` says whether it is all.  Loop thread only.
+
+        It must be short, and must not raise.
+        """
+        for job in self._jobs:
+            job.when_settled(callback)
+
     async def verdict(self) -> LoadResult:
         """Wait for the verdict, on the loop."""
         for job in self._jobs:
@@ -365,6 +373,16 @@ class Prefetch:
             self._inside.driver.defer(stop)
         else:
             self._inside.driver.post(stop, StopPrefetch(job, rid))
+
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Call it, on the loop, when the result is agreed; at once, if it is.  Loop thread only.
+
+        It must be short, and must not raise.
+        """
+        if self._job is None:
+            callback()
+        else:
+            self._job.when_settled(callback)
 
     async def wait(self) -> int:
         """Wait until the result is agreed -> agreed tokens.  On the loop."""

@@ -39,6 +39,7 @@ class OpenJob:
         self._granted: asyncio.Future[Slots | None] | None = None
         self._stopped: asyncio.Event | None = None
         self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     # -- answers of this rank ------------------------------------------------------------------------------------------
 
@@ -104,6 +105,9 @@ class OpenJob:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def stop(self) -> None:
         self.stopping = True
@@ -124,6 +128,13 @@ class OpenJob:
             await waiter
         assert self.settled_pages is not None
         return self.settled_pages
+
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Call it, which must not raise, when RESULT is agreed; at once, if it is."""
+        if self.settled_pages is None:
+            self._callbacks.append(callback)
+        else:
+            callback()
 
     def _grant_future(self) -> asyncio.Future[Slots | None]:
         if self._granted is None:

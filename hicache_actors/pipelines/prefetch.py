@@ -30,7 +30,9 @@ async def prefetch(movers: Movers, store: Store, start: StartPrefetch, job: Open
         hashed = await movers.hash_path(path)
         hashes, chains = hashed[path.first_page :], store.chains((hashed,))
         if hashes:
-            hit = await store.query(hashes, chains=chains, priority=start.priority).answer()
+            query = store.query(hashes, chains=chains, priority=start.priority)
+            query.when_answered(job.hit)  # Core need not wait until this coroutine has its turn
+            hit = await query.answer()
     job.hit(hit)
     slots = await job.granted()
     if slots is None:

@@ -49,6 +49,30 @@ async def test_a_restarted_cache_finds_what_the_last_one_stored(anyio_backend: o
         assert again.account.storage == 24
 
 
+@LOOPS
+async def test_who_may_not_wait_is_called_when_a_fetch_and_a_load_are_settled(anyio_backend: object) -> None:
+    async with open_small(backend=MemoryBackend()) as small:
+        asked = prompt(6)
+        await small.engine.answer(asked)
+        await small.cache.drain(5.0)
+        await small.cache.reset()
+        told: list[object] = []
+        fetch = small.cache.prefetch(asked, "r")
+        fetch.when_settled(lambda: told.append(fetch.agreed_tokens))
+        assert told == []
+        assert await fetch.wait() == 24
+        assert told == [24]
+        fetch.when_settled(lambda: told.append("at once"))
+        small.cache.prefetch(asked, "r").when_settled(lambda: told.append("nothing to fetch"))
+        assert told == [24, "at once", "nothing to fetch"]
+        async with small.cache.lease(asked, "r") as lease:
+            load = lease.load()
+            assert not isinstance(load, Shortfall)
+            load.when_settled(lambda: told.append(load.result()))
+            verdict = await load.verdict()
+            assert (verdict.failed, told[3:]) == (None, [verdict])
+
+
 async def test_scopes_share_nothing_on_any_tier() -> None:
     async with open_small(backend=MemoryBackend()) as small:
         plain, tenant = prompt(4), prompt(4, scope=Scope(salt="tenant"))

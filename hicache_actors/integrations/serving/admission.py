@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from hicache_actors.cache.api import HiCache
-from hicache_actors.cache.handles import Lease
+from hicache_actors.cache.handles import Lease, Load, Prefetch
 from hicache_actors.core.words import Shortfall
 from hicache_actors.integrations.serving.request import Request
 from hicache_actors.integrations.serving.words import ServingConfig
@@ -22,8 +22,8 @@ from hicache_actors.keys.prompt import Prompt
 _RETRY_S: Final = 0.005  #: room that running copies free is looked for this often
 _MOST_FETCHES: Final = 4  #: of one admission: who always loses its pages again computes them
 
-Watch = Callable[[Callable[[], Coroutine[Any, Any, object]]], None]
-"""Have the engine look again when this wait, on the loop, is over."""
+Watch = Callable[[Prefetch | Load], None]
+"""Have the engine look again when this is settled."""
 
 
 class Admission:
@@ -96,7 +96,7 @@ class Admission:
         request.fetches += 1
         request.crowded = False
         if not request.prefetch.settled:
-            self._watch(request.prefetch.wait)
+            self._watch(request.prefetch)
 
     def _has_lost_pages(self, request: Request) -> bool:
         """Whether pages that it counted on have left device and host while it waited: then storage is asked once more."""
@@ -170,7 +170,7 @@ class Admission:
             request.account = lease.account
         request.recompute = False
         if request.load is not None:
-            self._watch(request.load.verdict)
+            self._watch(request.load)
         return True
 
 

@@ -64,10 +64,10 @@ class ServingEngine:
         driver = cache.driver
         self._turns: Turns
         if isinstance(driver, StepDriver):
-            scheduler = Scheduler(cache, config, lambda wait: None, recorder)  # each step looks for itself
+            scheduler = Scheduler(cache, config, lambda what: None, recorder)  # each step looks for itself
             self._turns = StepTurns(scheduler, served, self._deliver, driver)
         else:
-            scheduler = Scheduler(cache, config, lambda wait: turns.watch(wait), recorder)
+            scheduler = Scheduler(cache, config, lambda what: turns.watch(what), recorder)
             self._turns = turns = LoopTurns(scheduler, served, self._deliver, driver)
         self._scheduler = scheduler
 

@@ -11,12 +11,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 
 import anyio
 
+from hicache_actors.cache.handles import Load, Prefetch
 from hicache_actors.errors import StoppedError
 from hicache_actors.integrations.serving.model import ServedModel
 from hicache_actors.integrations.serving.request import Pass, Request
@@ -123,25 +124,19 @@ class LoopTurns(Turns):
     ) -> None:
         super().__init__(scheduler, served, deliver)
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._driver = driver
         self._news = asyncio.Event()
-        self._watches: set[asyncio.Task[object]] = set()
 
     def wake(self) -> None:
-        if not self._loop.is_closed():
+        if threading.get_ident() == self._loop_thread:
+            self._news.set()
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._news.set)
 
-    def watch(self, wait: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Make a turn when ``wait()`` has ended."""
-        task = self._loop.create_task(wait())
-        self._watches.add(task)
-        task.add_done_callback(self._watched)
-
-    def _watched(self, task: asyncio.Task[object]) -> None:
-        self._watches.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever asks the handle itself hears of it
-        self._news.set()
+    def watch(self, what: Prefetch | Load) -> None:
+        """Make a turn when it is settled."""
+        what.when_settled(self._news.set)
 
     async def run(self) -> None:
         try:
@@ -149,9 +144,10 @@ class LoopTurns(Turns):
                 self._news.clear()
                 with self._driver.together():  # as many jobs as a step has, not as many as it has requests
                     planned = self._decide()
-                if planned is not None:
-                    self._launch(planned)
-                self._deliver(self._take_news())
+                    # Before the section ends, and starts what saves the pages: passes and readers go first.
+                    if planned is not None:
+                        self._launch(planned)
+                    self._deliver(self._take_news())
                 if planned is not None and len(self.under_way) < self._depth:
                     await asyncio.sleep(0)
                     continue
@@ -166,8 +162,6 @@ class LoopTurns(Turns):
             raise
         finally:
             self._deliver(self._take_news())
-            for task in self._watches:
-                task.cancel()
 
 
 class StepTurns(Turns):
