@@ -21,7 +21,7 @@ CHAT = Path(__file__).parents[2] / "examples" / "chat.py"
 
 
 def mooncake(folder: Path) -> Server:
-    master = mooncake_master(folder)
+    master = mooncake_master(folder, lease_ms=5_000)
     master.start()
     owner = mooncake_owner(folder, master)
     owner.with_it(master)

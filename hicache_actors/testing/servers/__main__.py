@@ -21,7 +21,7 @@ _ENVIRONMENT = {"seaweed": " ".join(f"{name}={value}" for name, value in KEYS.it
 
 def _mooncake(folder: Path) -> Server:
     """The owner of the memory; it takes its master along."""
-    master = mooncake_master(folder)
+    master = mooncake_master(folder, lease_ms=5_000)
     master.start()
     owner = mooncake_owner(folder, master)
     owner.with_it(master)

@@ -28,15 +28,19 @@ signal.pause()
 """
 
 
-def mooncake_master(folder: Path, *, offload: bool = False, owner_gone_s: int = 10) -> Server:
-    """Knows who has what; holds no data, and forgets all when it ends.  ``offload``: clients may overflow to a disk."""
+def mooncake_master(folder: Path, *, offload: bool = False, owner_gone_s: int = 10, lease_ms: int = 500) -> Server:
+    """Knows who has what; holds no data, and forgets all when it ends.  ``offload``: clients may overflow to a disk.
+
+    A read that takes longer than ``lease_ms`` from its lookup is a miss; nothing is deleted sooner.  The master's own default is
+    5,000.
+    """
     port, metrics = free_ports(2)
     argv = [
         *(_master(), f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}"),
         *(
             "--metrics_host=127.0.0.1",
             "--rpc_thread_num=2",
-            "--default_kv_lease_ttl=500",
+            f"--default_kv_lease_ttl={lease_ms}",
             f"--client_ttl={owner_gone_s}",
         ),
         *(["--enable_offload=true"] if offload else []),
