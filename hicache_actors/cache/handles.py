@@ -247,7 +247,7 @@ class Lease:
         """Tokens [0, ``n_tokens``) are computed, or will be once ``after`` has fired: publish their whole pages.
 
         ``n_tokens`` counts from the start of the prompt and never shrinks; the open page stays private.  If ``after`` ends with an
-        error, nothing of the pages is saved, and they leave the device when they should have been.
+        error, nothing of the pages is saved, and they leave the device when they should have been, or when the lease has drained.
         """
         inside, lease, n_tokens = self._inside, self._lease, arguments.tokens("n_tokens", n_tokens)
         if after is not None:

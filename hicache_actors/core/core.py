@@ -81,7 +81,8 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
         intents: Iterable[Callable[[Core], object]] = (),
         alive: bool = True,
     ) -> None:
-        """Take in what has been agreed.  ``values``: (job, HIT or RUN, HIT pages or `encode_result`); ``released``: jobs.
+        """Take in what has been agreed.  ``values``: (job, HIT or RUN, HIT pages or `encode_result`); ``released``: jobs, negative
+        ones for drains of a forward pass that failed on some rank.
 
         Order: alive, clock, values by job, RELEASED by job, due retries, settled acquires, intents as listed.  A value whose job
         has left that phase, or has ended, is dropped.
@@ -106,10 +107,12 @@ class Core(BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls):
                 job.on_hit(value)
             else:
                 job.on_result(*decode_result(value))
-        for job_id in sorted(released) if released else ():
-            job = state.jobs.open.get(job_id)
+        for job_id in sorted(released, key=abs) if released else ():
+            job = state.jobs.open.get(abs(job_id))
             if job is not None and job.phase is Phase.LIMBO:
                 state.note(Note.RELEASED, job_id)
+                if job_id < 0:
+                    job.on_spoilt()
                 state.close(job)
         if self._opening.idle:
             self._opening.go_on()

@@ -37,6 +37,10 @@ class Job:
         """The agreed RESULT: the first ``pages`` pages are good; ``sound`` is False if the source was bad at the next one."""
         raise NotImplementedError(f"a {self.kind} job has no RESULT")
 
+    def on_spoilt(self) -> None:
+        """Just before `on_released`: a forward pass that it waited for has failed."""
+        raise NotImplementedError(f"a {self.kind} job waits for no forward pass")
+
     def on_released(self) -> None:
         """Just before its pins end and its slots are freed."""
 

@@ -39,21 +39,35 @@ class DrainJob(Job):
 
     def __init__(self, state: State) -> None:
         super().__init__(Phase.LIMBO, state.epoch)
-        self.tree = state.tree
+        self.state = state
         self.events: dict[int, object] = {}
+        self.holds: tuple[object, ...] = ()
 
-    def take(self, pins: Iterable[Pin], slots: Slots, events: Iterable[object]) -> None:
+    def take(self, pins: Iterable[Pin], slots: Slots, events: Iterable[object], holds: Iterable[object] = ()) -> None:
         self.pins += pins
         self.slots += slots
         self.events.update((id(event), event) for event in events)
+        self.holds += tuple(holds)
 
     def effect(self) -> StartDrain:
-        return StartDrain(self.id, tuple(self.events.values()))
+        return StartDrain(self.id, tuple(self.events.values()), self.holds)
+
+    def on_spoilt(self) -> None:
+        """What the failed pass should have computed leaves the device.  Which of the job's passes it was only one rank knows."""
+        tree, saving = self.state.tree, self.state.saving
+        for pin in self.pins:
+            path = tree.path(pin.tail, pin.start)
+            first = next((at for at, node in enumerate(path) if self._computes(node)), None)
+            if first is not None:
+                saving.not_computed(path[first:])
+
+    def _computes(self, node: Node) -> bool:
+        return any(id(event) in self.events for event in node.events)
 
     def on_released(self) -> None:
         """They have fired everywhere: who saves these pages later need not keep them, nor wait for them."""
         for pin in self.pins:
-            for node in self.tree.path(pin.tail, pin.start):
+            for node in self.state.tree.path(pin.tail, pin.start):
                 if node.events:
                     node.events = tuple(event for event in node.events if id(event) not in self.events)
 
@@ -281,7 +295,7 @@ class Leases:
         events = lease.events if after is None else [*lease.events, after]
         if lease.holds:
             job = self._new_drain()
-            job.take([lease.pin], lease.private_slots(), [*events, *lease.holds])
+            job.take([lease.pin], lease.private_slots(), events, lease.holds)
             state.effects.append(job.effect())
         elif events:  # their presence counts, not whether they have fired: that is local
             self.drain([lease.pin], events, lease.private_slots())

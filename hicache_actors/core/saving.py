@@ -20,7 +20,7 @@ from hicache_actors.core.evictions import Cause
 from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.saving_jobs import BackupJob, Range, SavingJob, WriteBackJob
 from hicache_actors.core.state import Note, State
-from hicache_actors.core.words import DEVICE, FILLING, HOST, READY, SLOT_BYTES, Path, Phase, Tokens
+from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT_BYTES, Path, Phase, Tokens
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
@@ -162,6 +162,8 @@ class Saving:
     def not_computed(self, nodes: list[Node]) -> None:
         """Nobody has written the pages of ``nodes``, a path: they leave the device, with all that hangs below."""
         state, tree = self.state, self.state.tree
+        if not nodes[0].tag or nodes[0].at[DEVICE].state == ABSENT:
+            return  # gone already, with what was above them
         lost = tree.start(nodes[0])
         state.count("uncomputed_pages", nodes[-1].end - lost)
         state.lose_pages(state.pins.lose(DEVICE, tree.subtree(nodes[0])), lost)

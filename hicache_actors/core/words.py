@@ -235,10 +235,11 @@ class StartBackup(msgspec.Struct, frozen=True):
 
 
 class StartDrain(msgspec.Struct, frozen=True):
-    """Report RELEASED when all ``events`` (engine events, holds) have fired.  No RESULT."""
+    """Report RELEASED when all ``events`` (of forward passes) and ``holds`` have fired: spoilt, if an event ends with an error."""
 
     job: int
     events: tuple[object, ...]
+    holds: tuple[object, ...] = ()
 
 
 class Grant(msgspec.Struct, frozen=True):

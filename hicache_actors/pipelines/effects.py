@@ -228,13 +228,20 @@ class Pipelines:
         task.add_done_callback(self._drains.discard)
 
     async def _wait_all(self, start: StartDrain, job: OpenJob) -> None:
+        sound = True
         for event in start.events:
-            try:
-                await fired(event)
-            except HiCacheError as error:
-                # Its device is gone, so nothing writes through it any more.
-                self._log.error("event_lost", job=start.job, exc_info=error)
-        job.close()
+            sound = await self._ended_well(event, job) and sound
+        for hold in start.holds:  # how the engine's work ended is its own affair
+            await self._ended_well(hold, job)
+        job.close(sound=sound)
+
+    async def _ended_well(self, event: object, job: OpenJob) -> bool:
+        try:
+            return await fired(event) is None
+        except HiCacheError as error:
+            # Its device is gone, so nothing writes through it any more.
+            self._log.error("event_lost", job=job.job, exc_info=error)
+            return False
 
     def _wake(self, effect: Wake) -> None:
         future, answer = self._waiters.pop(effect.waiter, (None, None))

@@ -34,6 +34,7 @@ class OpenJob:
         self.settled_pages: int | None = None  #: agreed RESULT
         self._board = board
         self._hit = self._answered = self._closed = False
+        self._sound = True
         self._lock = threading.Lock()
         self._touching = 1  # the pipeline itself, until close()
         self._granted: asyncio.Future[Slots | None] | None = None
@@ -74,10 +75,11 @@ class OpenJob:
             self._touching += 1
         ending.add_callback(self._ended)
 
-    def close(self) -> None:
-        """Nothing more will be submitted.  Idempotent."""
+    def close(self, *, sound: bool = True) -> None:
+        """Nothing more will be submitted.  Idempotent.  Not ``sound``: a forward pass that the job waited for has failed."""
         if not self._closed:
             self._closed = True
+            self._sound = sound
             self._ended()
 
     def _ended(self) -> None:  # any thread
@@ -85,7 +87,7 @@ class OpenJob:
             self._touching -= 1
             last = self._touching == 0
         if last:
-            self._board.released(self.job)
+            self._board.released(self.job, sound=self._sound)
 
     # -- what Core decided ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ says are given by the caller.
 from __future__ import annotations
 
 from hicache_actors.ranks.auto import AutoDriver
-from hicache_actors.ranks.board import Board, Value, WireMap
+from hicache_actors.ranks.board import RELEASED, Board, Value, WireMap
 from hicache_actors.ranks.driver import Driver, Intent, Replica
 from hicache_actors.ranks.round import (
     Agreed,
@@ -27,6 +27,7 @@ from hicache_actors.ranks.round import (
 from hicache_actors.ranks.step import StepDriver
 
 __all__ = [
+    "RELEASED",
     "Agreed",
     "AutoDriver",
     "Board",

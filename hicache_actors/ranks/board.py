@@ -12,8 +12,16 @@ from hicache_actors.core.words import Phase
 Value: TypeAlias = tuple[int, Phase, int]
 """Job, phase, and its HIT (pages) or RESULT (`encode_result`)."""
 
+SPOILT: Final = 1
+RELEASED: Final = 2
+"""Elements of a round for a job that has ended; `SPOILT`: it waited for a forward pass that failed.  0: not yet."""
 
 _NOTHING: Final[Mapping[Phase, int]] = {}
+
+
+def ended(job: int, element: int) -> int:
+    """A released job as Core takes it: negative if it is spoilt."""
+    return -job if element == SPOILT else job
 
 
 class WireMap(Protocol):
@@ -39,7 +47,7 @@ class Board:
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._values: dict[int, dict[Phase, int]] = {}
-        self._released: set[int] = set()
+        self._released: dict[int, int] = {}
 
     def open(self, job: int) -> None:
         """Driver only: the job's start effect has been taken from Core."""
@@ -55,19 +63,19 @@ class Board:
             answers[phase] = value
         self.tell()
 
-    def released(self, job: int) -> None:
-        """File that every copy or read on the job's slots has really ended on this rank."""
+    def released(self, job: int, *, sound: bool = True) -> None:
+        """File that every copy or read on the job's slots has really ended on this rank; not ``sound``: a pass has failed."""
         with self._lock:
             if job not in self._values or job in self._released:
                 return
-            self._released.add(job)
+            self._released[job] = RELEASED if sound else SPOILT
         self.tell()
 
     def forget(self, job: int) -> None:
         """Driver only: the job has left Core."""
         with self._lock:
             self._values.pop(job, None)
-            self._released.discard(job)
+            self._released.pop(job, None)
 
     def value(self, job: int, phase: Phase) -> int | None:
         answers = self._values.get(job)
@@ -77,14 +85,14 @@ class Board:
         return job in self._released
 
     def answers(self, wire: WireMap) -> tuple[list[Value], list[int]]:
-        """What is filed for the entries of a map: values and released jobs."""
+        """What is filed for the entries of a map: values and released jobs (`Core.apply`)."""
         with self._lock:
             values = [
                 (job, phase, value)
                 for job, phase in wire.slots
                 if (value := self._values.get(job, {}).get(phase)) is not None
             ]
-            return values, [job for job in wire.rows if job in self._released]
+            return values, [ended(job, self._released[job]) for job in wire.rows if job in self._released]
 
     def fill(self, wire: WireMap, vector: array[int], first_slot: int, first_row: int) -> bool:
         """Write into a round's vector what is filed for the entries of a map -> whether anything is."""
@@ -98,7 +106,7 @@ class Board:
             if self._released:
                 for at, job in enumerate(wire.rows, first_row):
                     if job in self._released:
-                        vector[at] = 1
+                        vector[at] = self._released[job]
                         filed = True
         return filed
 

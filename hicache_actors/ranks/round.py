@@ -11,9 +11,9 @@ import msgspec
 
 from hicache_actors.core.words import Phase, encode_result
 from hicache_actors.errors import PeerError
-from hicache_actors.ranks.board import Board, Value, WireMap
+from hicache_actors.ranks.board import Board, Value, WireMap, ended
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 NOT_YET: Final = -1
 
 _DEAD, _CLOSING, _RUNNING = 0, 1, 2
@@ -39,7 +39,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Agreed(msgspec.Struct, frozen=True):
-    """A reduced vector, read with the map of the round it answers."""
+    """A reduced vector, read with the map of the round it answers: what `Core.apply` takes in."""
 
     now_ms: int
     alive: bool = True
@@ -54,10 +54,10 @@ class Diverged(PeerError):
 class RoundVector:
     """The fixed int64 vector of one round, made to be reduced with MIN, element by element.
 
-    ``now_ms, alive, version, -version, digest, -digest``, then one value per slot (-1: not yet), then one *element*
-    (0 or 1) per row.  ``alive`` is 0 for a dead rank, 1 for one that closes its cache, else 2.  Elements are never packed
-    into bits: the MIN of two masks is not their AND.  A pair x, -x is the same on all ranks exactly if the two minima
-    still cancel.
+    ``now_ms, alive, version, -version, digest, -digest``, then one value per slot (-1: not yet), then one *element* per row
+    (0: not yet, `SPOILT` or `RELEASED`).  ``alive`` is 0 for a dead rank, 1 for one that closes its cache, else 2.  Elements
+    are never packed into bits: the MIN of two masks is not their AND.  A pair x, -x is the same on all ranks exactly if the
+    two minima still cancel.
     """
 
     HEADER: Final = 6
@@ -113,8 +113,8 @@ class RoundVector:
             if (value := reduced[at]) > NOT_YET:
                 values.append((job, phase, value))
         for at, job in enumerate(wire.rows, self.HEADER + self.slots):
-            if reduced[at] == 1:
-                released.append(job)
+            if element := reduced[at]:
+                released.append(ended(job, element))
         return Agreed(now_ms, bool(alive), values, released)
 
 

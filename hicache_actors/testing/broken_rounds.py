@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from hicache_actors.ranks import Agreed, Board, Round, RoundVector, WireMap
+from hicache_actors.ranks import RELEASED, Agreed, Board, Round, RoundVector, WireMap
 
 
 class PackedRows(RoundVector):
@@ -19,7 +19,7 @@ class PackedRows(RoundVector):
         sent = super().encode(wire, board, now_ms, digest, alive=alive, closing=closing)
         first = self.HEADER + self.slots
         vector = array("q", sent.vector)
-        vector[first] = sum(ended << row for row, ended in enumerate(sent.vector[first : first + 62]))
+        vector[first] = sum(bool(element) << row for row, element in enumerate(sent.vector[first : first + 62]))
         for at in range(first + 1, len(vector)):
             vector[at] = 0
         return msgspec.structs.replace(sent, vector=vector)
@@ -27,7 +27,7 @@ class PackedRows(RoundVector):
     def decode(self, sent: Round, reduced: Sequence[int], *, check_digest: bool = True) -> Agreed:
         first = self.HEADER + self.slots
         bits = reduced[first]
-        unpacked = [*reduced[:first], *(bits >> row & 1 for row in range(self.rows))]
+        unpacked = [*reduced[:first], *((bits >> row & 1) * RELEASED for row in range(self.rows))]
         return super().decode(sent, unpacked, check_digest=check_digest)
 
 

@@ -41,9 +41,9 @@ class Witness:
             self.answers[job, phase] += 1
             done(job, phase, value)
 
-        def count_released(job: int) -> None:
+        def count_released(job: int, *, sound: bool = True) -> None:
             self.released[job] += 1
-            released(job)
+            released(job, sound=sound)
 
         def count_effects(effects: list[Effect]) -> None:
             for effect in effects:

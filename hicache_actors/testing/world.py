@@ -229,7 +229,7 @@ class SimWorld:
         Mover(self, "backup", effect.job, keys, 8, source=(self.host, source), each=self.storage.add).start()
 
     def _drain(self, effect: StartDrain) -> None:
-        self.when_all(_hashable(effect.events), lambda: self.board.released(effect.job))
+        self.when_all(_hashable((*effect.events, *effect.holds)), lambda: self.board.released(effect.job))
 
     def _open(self, effect: StartOpen) -> None:
         well = self.rng.random() >= self.faults.fail

@@ -216,11 +216,37 @@ def test_one_drain_per_section_and_one_for_each_hold() -> None:
         core.release(lease, after=f"event {lease.rid}")
     core.release(leases[3])
     drains = of_type(core.take_effects(), StartDrain)
-    assert {drain.events for drain in drains} == {("event r0", "thread"), ("event r1", "event r2")}
+    assert {(drain.events, drain.holds) for drain in drains} == {
+        (("event r0",), ("thread",)),
+        (("event r1", "event r2"), ()),
+    }
     assert core.usage().device.limbo_pages == sum(map(len, slots[:3]))
     assert core.wire().rows == tuple(sorted(drain.job for drain in drains))
-    (held,) = [drain.job for drain in drains if "thread" in drain.events]
+    (held,) = [drain.job for drain in drains if drain.holds]
     answer(core, only=lambda job: job != held)
     assert core.usage().device.limbo_pages == len(slots[0])
     assert core.needs_step
+    whole(core)
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+def test_what_a_failed_pass_should_have_computed_leaves_the_device(policy: str) -> None:
+    """Nothing is saved yet, so no write-back learns of it."""
+    core = make(write_policy=policy)
+    core.release(compute(core, Toks(range(20)), "well"))
+    lease = compute(core, A, "a", after="pass")
+    other = core.lease(A, "b")
+    beside = compute(core, Toks([7] * 9), "beside")
+    for ended in (lease, beside):
+        core.release(ended, after="pass")
+    (drain,) = of_type(core.take_effects(), StartDrain)
+    assert pages_of(core.match(A)) == (10, 10, 10)
+    core.apply(0, [], [-drain.job])
+    core.check()
+    assert pages_of(core.match(A)) == (5, 5, 5), "what was computed before stays"
+    assert pages_of(core.match(Toks([7] * 9))) == (2, 2, 2), "it was there when its commit was made"
+    assert (other.failed, core.state.counts["uncomputed_pages"]) == ("load_failed", 5)
+    core.release(other)
+    settle(core)
+    assert core.usage().device.limbo_pages == 0
     whole(core)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache_actors.core import Core
-from hicache_actors.core.words import HOST, Phase, StartBackup, StartWriteBack, encode_result, unpack_slots
+from hicache_actors.core.words import HOST, Phase, StartBackup, StartDrain, StartWriteBack, encode_result, unpack_slots
 from hicache_actors.keys.scope import Scope
 
 from .kit import PAGE, Toks, answer, clear_device, compute, make, of_type, pages_of, settle, whole
@@ -235,4 +235,40 @@ def test_stored_pages_are_not_stored_again() -> None:
     effects = settle(core)
     assert of_type(effects, StartWriteBack)
     assert not of_type(effects, StartBackup)
+    whole(core)
+
+
+def test_a_failed_pass_is_told_of_twice() -> None:
+    """By the drain that waits for it, and by the write-back: what is gone is not taken out again."""
+    core = make(60, 60)
+    lease = compute(core, A, "a", after="pass")
+    core.release(lease)
+    effects = core.take_effects()
+    (saving,), (drain,) = of_type(effects, StartWriteBack), of_type(effects, StartDrain)
+    core.apply(core.now_ms, [], [-drain.job])
+    core.check()
+    assert pages_of(core.match(A)) == (0, 0, 0)
+    core.apply(core.now_ms, [(saving.job, Phase.RUN, encode_result(0, sound=False))], [])
+    core.check()
+    assert core.state.counts["uncomputed_pages"] == core.state.counts["write_back_failed_pages"] == 10
+    settle(core)
+    assert core.usage().device.limbo_pages == core.usage().host.limbo_pages == 0
+    whole(core)
+
+
+def test_a_range_that_hangs_below_one_of_a_failed_pass_goes_with_it() -> None:
+    core = make(60, 60)
+    leases = [compute(core, A, "a", after="pass"), compute(core, A.plus(range(100, 111)), "b", after="next pass")]
+    (start,) = of_type(core.take_effects(), StartWriteBack)
+    assert len(unpack_slots(start.source)) == 13
+    core.apply(core.now_ms, [(start.job, Phase.RUN, encode_result(0, sound=False))], [])
+    core.check()
+    assert pages_of(core.match(A)) == (0, 0, 0)
+    assert [lease.failed for lease in leases] == ["twin_failed", "load_failed"], (
+        "the second has read what the first should have computed"
+    )
+    for lease in leases:
+        core.release(lease)
+    settle(core)
+    assert core.usage().device.limbo_pages == core.usage().host.limbo_pages == 0
     whole(core)

@@ -76,6 +76,19 @@ def test_encode_reduce_decode() -> None:
     assert not vector.encode(FakeWire(), left, 0, 0).has_news
 
 
+def test_a_pass_that_failed_on_one_rank_has_failed_on_all_once_it_has_ended_everywhere() -> None:
+    vector = RoundVector(slots=4, rows=4)
+    left, right = board_with(1, 2, 3, 5), board_with(1, 2, 3, 5)
+    left.released(1, sound=False)
+    left.released(2)
+    right.released(1)
+    rounds = [vector.encode(WIRE, board, 0, 7) for board in (left, right)]
+    assert vector.decode(rounds[0], vector.reduce_min([each.vector for each in rounds])).released == [-1]
+    assert left.answers(WIRE) == ([], [-1, 2])
+    left.released(1)
+    assert left.answers(WIRE) == ([], [-1, 2]), "the first answer stands"
+
+
 def test_what_comes_back_when_nobody_has_news_is_known_beforehand() -> None:
     vector = RoundVector(slots=4, rows=4)
     boards = [board_with(1, 2, 3, 5) for _ in range(2)]
