@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 import anyio
 import msgspec
@@ -98,7 +99,7 @@ def test_pages_whose_forward_failed_are_nobodys(seed: int | None, kind: str, pol
 
     async def main() -> None:
         async with open_small(config=config, backend=MemoryBackend()) as small:
-            failed: Completion | Future[None] = Completion() if kind == "ticket" else Future()
+            failed: Any = Completion() if kind == "ticket" else Future()
             asked = prompt(3)
             async with small.cache.acquire(asked) as lease:
                 assert not isinstance(lease.allocate(13), Shortfall)
