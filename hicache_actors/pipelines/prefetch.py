@@ -82,7 +82,7 @@ class _Fetch:
                 return
             batch = self._batches[number]
             hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
-            reading = self._store.read(hashes, batch.slots, self._wanted, priority=self._priority)
+            reading = self._store.read(hashes, batch.slots, self._wanted, chains=self._chains, priority=self._priority)
             self._job.hold(reading)
             good = await reading.answer()
             self._good[number] = good

@@ -157,7 +157,7 @@ class Model:
                     pages = pages_of_path(self.started[effect.job].path, len(slots))
                     self.jobs[effect.job] = ModelJob("prefetch", [], slots, pages)
                 case StartDrain():
-                    assert effect.job in self.drained or effect.events
+                    assert effect.job in self.drained or effect.events or effect.holds
                 case Forget():
                     self.jobs.pop(effect.job, None)
                     self.drained.pop(effect.job, None)
