@@ -31,7 +31,7 @@ T = TypeVar("T")
 _LENGTH: Final = 8
 _FRAME: Final = 4096
 _LEAST_S: Final = 0.001  #: to wait for; 0 would be for ever
-_SLACK_NS: Final = 30_000_000
+_SLACK_NS: Final = 60_000_000
 _SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30  # of Linux's prctl
 
 _hosted: dict[tuple[str, int], Store] = {}  # kept: groups of later epochs are made in it
@@ -174,7 +174,7 @@ class _Incoming:
 
 @contextmanager
 def _sound_sleep() -> Iterator[None]:
-    """Threads that are started meanwhile may wake from a time limit up to 30 ms late, so that they wake less often.
+    """Threads that are started meanwhile may wake from a time limit up to 60 ms late, so that they wake less often.
 
     A device of gloo has a thread that waits for its sockets, at most 10 ms at a time (`Loop::run` in gloo/transport/tcp/loop.cc),
     to see whether it is to end: a hundred wake-ups a second in a process that does nothing.  The slack of timers delays no message.
