@@ -43,6 +43,7 @@ class CoreLease:
         "room",
         "tokens",
         "twins",
+        "unsure_page",
         "usable_tokens",
         "used_pages",
         "waiter",
@@ -57,6 +58,7 @@ class CoreLease:
         self.loads: list[int] = []
         self.events: list[object] = []
         self.holds: list[object] = []
+        self.unsure_page: int | None = None  # the first one that was published with an event
         self.failed: Failure | None = None
         self.closed = self.allocated = False
         self.number = 0  # how many leases there were before; unlike ``rid`` it is never used again

@@ -25,7 +25,6 @@ from hicache_actors.core.words import (
     Failure,
     Phase,
     Shortfall,
-    Slots,
     StartDrain,
     Tokens,
 )
@@ -42,27 +41,32 @@ class DrainJob(Job):
         self.state = state
         self.events: dict[int, object] = {}
         self.holds: tuple[object, ...] = ()
+        self.unsure: list[tuple[Pin, int]] = []  # pages of a pin from this one on may never be computed
 
-    def take(self, pins: Iterable[Pin], slots: Slots, events: Iterable[object], holds: Iterable[object] = ()) -> None:
+    def take(self, pins: Iterable[Pin], events: Iterable[object]) -> None:
         self.pins += pins
-        self.slots += slots
         self.events.update((id(event), event) for event in events)
-        self.holds += tuple(holds)
+
+    def take_lease(self, lease: CoreLease, events: Iterable[object]) -> None:
+        self.take([lease.pin], events)
+        self.slots += lease.private_slots()
+        self.holds += tuple(lease.holds)
+        if lease.unsure_page is not None:
+            self.unsure.append((lease.pin, lease.unsure_page))
 
     def effect(self) -> StartDrain:
         return StartDrain(self.id, tuple(self.events.values()), self.holds)
 
     def on_spoilt(self) -> None:
-        """What the failed pass should have computed leaves the device.  Which of the job's passes it was only one rank knows."""
-        tree, saving = self.state.tree, self.state.saving
-        for pin in self.pins:
-            path = tree.path(pin.tail, pin.start)
-            first = next((at for at, node in enumerate(path) if self._computes(node)), None)
-            if first is not None:
-                saving.not_computed(path[first:])
+        """What the failed pass should have computed leaves the device.
 
-    def _computes(self, node: Node) -> bool:
-        return any(id(event) in self.events for event in node.events)
+        Which pass it was, and which pages it should have computed, only one rank knows: all that its leases have published with
+        an event goes.
+        """
+        for pin, page in self.unsure:
+            _, nodes = self.state.tree.cut_at(pin.tail, page, page)
+            if nodes:
+                self.state.saving.not_computed(nodes)
 
     def on_released(self) -> None:
         """They have fired everywhere: who saves these pages later need not keep them, nor wait for them."""
@@ -259,6 +263,8 @@ class Leases:
                 if device.state == ABSENT:
                     state.residents.put(child, DEVICE, pages[page:depth].tobytes(), READY)
                     published += depth - page
+                    if events and lease.unsure_page is None:
+                        lease.unsure_page = page
                     child.events = events  # even if the host has them: it may lose them before the pass has ended
                 else:
                     lease.twins.append((page, depth))
@@ -295,20 +301,23 @@ class Leases:
         events = lease.events if after is None else [*lease.events, after]
         if lease.holds:
             job = self._new_drain()
-            job.take([lease.pin], lease.private_slots(), events, lease.holds)
+            job.take_lease(lease, events)
             state.effects.append(job.effect())
         elif events:  # their presence counts, not whether they have fired: that is local
-            self.drain([lease.pin], events, lease.private_slots())
+            self._drain_here().take_lease(lease, events)
         else:
             state.pins.unpin([lease.pin])
             state.pools[DEVICE].give(lease.private_slots())
         state.note(Note.RELEASE, len(lease.pages), state.text(lease.rid))
 
-    def drain(self, pins: Iterable[Pin], events: Iterable[object], slots: Slots = b"") -> None:
-        """This section's drain job keeps ``pins`` and ``slots`` until all ``events`` have fired."""
+    def drain(self, pins: Iterable[Pin], events: Iterable[object]) -> None:
+        """This section's drain job keeps ``pins`` until all ``events`` have fired."""
+        self._drain_here().take(pins, events)
+
+    def _drain_here(self) -> DrainJob:
         if self._drain is None:
             self._drain = self._new_drain()
-        self._drain.take(pins, slots, events)
+        return self._drain
 
     def _new_drain(self) -> DrainJob:
         job = DrainJob(self.state)

@@ -250,3 +250,20 @@ def test_what_a_failed_pass_should_have_computed_leaves_the_device(policy: str) 
     settle(core)
     assert core.usage().device.limbo_pages == 0
     whole(core)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_which_events_are_one_object_decides_nothing(shared: bool) -> None:
+    """It is this rank's own affair: others may have an event for each request, or one for each pass."""
+    core = make(write_policy="write_back")
+    first = compute(core, Toks(range(20)), "first", after="pass")
+    second = compute(core, A, "second", after="pass" if shared else "its own")
+    core.release(second)
+    (drain,) = of_type(core.take_effects(), StartDrain)
+    core.apply(0, [], [-drain.job])
+    core.check()
+    assert pages_of(core.match(A)) == (5, 5, 5)
+    assert first.failed is None
+    core.release(first)
+    settle(core)
+    whole(core)
