@@ -229,7 +229,9 @@ class SimWorld:
         Mover(self, "backup", effect.job, keys, 8, source=(self.host, source), each=self.storage.add).start()
 
     def _drain(self, effect: StartDrain) -> None:
-        self.when_all(_hashable((*effect.events, *effect.holds)), lambda: self.board.released(effect.job))
+        # The bytes are right all the same: what is tried is that all ranks take the pages back, and in the same step.
+        sound = not effect.events or self.rng.random() >= self.faults.fail / 4
+        self.when_all(_hashable((*effect.events, *effect.holds)), lambda: self.board.released(effect.job, sound=sound))
 
     def _open(self, effect: StartOpen) -> None:
         well = self.rng.random() >= self.faults.fail
