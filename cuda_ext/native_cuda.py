@@ -7,27 +7,26 @@ own: streams of the engine wait for them on the GPU, threads in native code.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
 from hicache_actors.cuda_ext.controls import Counts, Kind
+from hicache_actors.cuda_ext.cuda_end import CudaEnd
 from hicache_actors.cuda_ext.device import Event, Work
-from hicache_actors.cuda_ext.foreign import CAPTURED, SUBMITTED_S, event_handle, stream_handle
+from hicache_actors.cuda_ext.foreign import event_handle
 from hicache_actors.cuda_ext.loop_ring import LoopRing
 from hicache_actors.cuda_ext.native.copies import plans
-from hicache_actors.cuda_ext.native.driver import How, LostError, Mark, Notice, RawCuda, RawCudaStream
+from hicache_actors.cuda_ext.native.driver import How, LostError, Notice, RawCuda, RawCudaStream
 from hicache_actors.cuda_ext.native.images import compiled, image
 from hicache_actors.cuda_ext.native.structs import CudaFacts
 from hicache_actors.cuda_ext.registration import Registrations
 from hicache_actors.cuda_ext.teller import DeviceTeller
-from hicache_actors.cuda_ext.tickets import NativeTicket
 from hicache_actors.cuda_ext.worker import WorkerDevice, WorkerStream
-from hicache_actors.errors import ConfigError, TransferError, UsageError
+from hicache_actors.errors import ConfigError, TransferError
 from hicache_actors.runtime import bind_log
 from hicache_actors.transfer.affine import AffineCopy
-from hicache_actors.transfer.completions import Completion, End
+from hicache_actors.transfer.completions import End
 from hicache_actors.transfer.engines import GPU, Engine, Engines
 from hicache_actors.transfer.plan import CopyWork
 from hicache_actors.transfer.waits import LayerWaits
@@ -181,57 +180,6 @@ class NativeCudaDevice(WorkerDevice["NativeCudaStream"]):
         return stream
 
 
-class CudaEnd(NativeTicket):
-    """A native ticket that streams of the GPU can wait for: ours and the engine's."""
-
-    __slots__ = ("_device", "_lock", "_mark", "submitted")
-
-    def __init__(self, device: NativeCudaDevice) -> None:
-        super().__init__(device.teller, why=functools.partial(_why, weakref.ref(device)))
-        self._device = weakref.ref(device)
-        self._lock = threading.Lock()
-        self._mark: Mark | None = None
-        self.submitted = Completion()  #: when it can be waited for on the GPU, or has ended without
-
-    def finish(self, error: BaseException | None = None) -> bool:
-        first = super().finish(error)
-        self.submitted.finish()
-        return first
-
-    def set_mark(self, mark: Mark) -> None:
-        with self._lock:
-            self._mark = mark
-        self.submitted.finish()
-
-    def drop_mark(self) -> None:
-        """Once it has ended: whoever would wait need not any more."""
-        with self._lock:
-            mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.free()
-
-    def order(self, stream: object) -> None:
-        """See `OrdersStreams`."""
-        device = self._device()
-        if device is None:
-            return
-        handle = stream_handle(stream)
-        try:
-            device.raw.order_foreign(handle, None)
-            if not self.submitted.wait(SUBMITTED_S):
-                raise TransferError(f"the copy was not submitted within {SUBMITTED_S} s")
-            with self._lock:
-                if self._mark is not None:
-                    device.raw.order_foreign(handle, self._mark)
-        except UsageError as error:
-            raise UsageError(CAPTURED) from error
-
-    def order_ours(self, stream: RawCudaStream) -> None:
-        with self._lock:
-            if self._mark is not None:
-                stream.order(self._mark)
-
-
 class _Layers:
     """A load: one piece of work a layer, and the end of each."""
 
@@ -382,12 +330,6 @@ class NativeCudaStream(WorkerStream):
         if self._raw is None:
             self._raw = self._device.raw.stream(urgent=self.name == "load")
         return self._raw
-
-
-def _why(device: weakref.ref[NativeCudaDevice]) -> str:
-    here = device()
-    lost = None if here is None else here.lost
-    return "the GPU is lost" if lost is None else str(lost)
 
 
 def _look_after(device: weakref.ref[NativeCudaDevice]) -> bool:

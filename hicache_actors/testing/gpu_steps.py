@@ -20,8 +20,9 @@ import torch
 from hicache_actors.cache.api import HiCache
 from hicache_actors.config import Config, HostConfig, HostLayout, ModelFacts
 from hicache_actors.core.words import pack_slots
+from hicache_actors.cuda_ext.cuda_end import CudaEnd
 from hicache_actors.cuda_ext.native.driver import Notice
-from hicache_actors.cuda_ext.native_cuda import CudaEnd, NativeCudaDevice
+from hicache_actors.cuda_ext.native_cuda import NativeCudaDevice
 from hicache_actors.errors import UsageError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors, integers
