@@ -38,21 +38,18 @@ from hicache_actors.backends.file_batches import (
     is_native,
     make_file,
     read_files,
-    touch,
     unlink,
 )
 from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.posix import Publisher, make_folder
+from hicache_actors.backends.presence import TOUCH_AFTER_S, absent, is_still, length_of
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
 from hicache_actors.backends.turns import Turns
 from hicache_actors.errors import BackendError
 
 QUARANTINE_KEEP: Final = 64
-TOUCH_AFTER_S: Final = 10
-"""An object that is used again within this time is not touched again: eviction knows the order of use no finer than this."""
-
 _KEEP_PATHS: Final = 16_384
 _WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 
@@ -108,15 +105,7 @@ class Folder:
 
     def lengths(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each object; None where there is none."""
-        found: list[int | None] = []
-        for key in keys:
-            try:
-                status = os.stat(self._find(key)[1], follow_symlinks=False)
-            except (FileNotFoundError, NotADirectoryError):
-                found.append(None)
-            else:
-                found.append(status.st_size if stat.S_ISREG(status.st_mode) else None)
-        return found
+        return [length_of(self._find(key)[1]) for key in keys]
 
     def read_many(
         self,
@@ -146,13 +135,13 @@ class Folder:
         sizes = [disk_bytes(len(buffer)) for buffer in buffers]
         outcomes = [Stored.FAILED] * len(keys)
         try:
-            absent = self._absent(places, buffers, outcomes)
-            if not absent:
+            missing = absent([path for _, path in places], buffers, outcomes)
+            if not missing:
                 return Written(outcomes, [], None)
-            booking = self.ledger.reserve([(places[i][0], sizes[i]) for i in absent])
+            booking = self.ledger.reserve([(places[i][0], sizes[i]) for i in missing])
         except OSError as error:
             return Written(outcomes, [], error)
-        granted, no_room = absent[: booking.granted], absent[booking.granted :]
+        granted, no_room = missing[: booking.granted], missing[booking.granted :]
         files = [NewFile(self._temporary(places[i][0]), places[i][1], buffers[i]) for i in granted]
         last_error: OSError | None = None
         try:
@@ -183,7 +172,7 @@ class Folder:
         With ``identity`` only that very file: a good one that was written under the name meanwhile stays.
         """
         row, path = self._find(key)
-        if not self._is(path, identity):
+        if not is_still(path, identity):
             return False
         target = b"%s/%s.%d.bad" % (self._quarantine, key.encode(), time.time_ns())
         booking = self.ledger.reserve([(row, 0), (QUARANTINE, 0)])
@@ -230,7 +219,7 @@ class Folder:
         try:
             for victim in victims:
                 path = self._file(row, victim.name)
-                if self._is(path, victim.identity) and unlink(path):
+                if is_still(path, victim.identity) and unlink(path):
                     n_objects += 1
                     n_bytes += disk_bytes(victim.n_bytes)
             booking.oldest[row] = oldest_left_ns
@@ -298,43 +287,6 @@ class Folder:
 
     def _file(self, row: int, name: str) -> bytes:
         return os.path.join(self._folder_of(row), os.fsencode(name))
-
-    def _is(self, path: bytes, identity: Identity | None) -> bool:
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return stat.S_ISREG(found.st_mode) and (identity is None or identity_of(found) == identity)
-
-    def _absent(
-        self, places: Sequence[tuple[int, bytes]], buffers: Sequence[memoryview], outcomes: list[Stored]
-    ) -> list[int]:
-        """Positions of what must be written; the others become PRESENT in ``outcomes``.
-
-        Pages are stored in the order of their prefix: behind the first that is absent none is looked up, unless the last one is
-        there.  A wrong guess costs a write in vain, and no more: `_stored` finds out.
-        """
-        absent: list[int] = []
-        rest_is_absent = False
-        for i, ((_, path), buffer) in enumerate(zip(places, buffers, strict=True)):
-            if not rest_is_absent and self._is_present(path, len(buffer)):
-                outcomes[i] = Stored.PRESENT
-                continue
-            if not absent:
-                rest_is_absent = not os.access(places[-1][1], os.F_OK)
-            absent.append(i)
-        return absent
-
-    def _is_present(self, path: bytes, n_bytes: int) -> bool:
-        if not os.access(path, os.F_OK):
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            found = os.stat(path, follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and found.st_size == n_bytes:
-                if time.time() - found.st_mtime > TOUCH_AFTER_S:
-                    touch(path)
-                return True
-        return False
 
     def _temporary(self, row: int) -> bytes:
         return b"%s/.%s.%d.tmp" % (self._shards[row], self._instance, next(self._numbers))
