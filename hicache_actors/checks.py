@@ -10,9 +10,13 @@ from hicache_actors.errors import ConfigError
 
 def whole(field: str, value: object, unit: str, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(field, value, "not a whole number", allowed=f"{least} or more {unit}", fix="write an int")
+        raise ConfigError(
+            field, value, "not a whole number", allowed=f"{least} or more {unit}".rstrip(), fix="write an int"
+        )
     if value < least:
-        raise ConfigError(field, value, "too small", allowed=f"{least} or more {unit}", fix=f"use at least {least}")
+        raise ConfigError(
+            field, value, "too small", allowed=f"{least} or more {unit}".rstrip(), fix=f"use at least {least}"
+        )
 
 
 def count(field: str, value: object, unit: str) -> None:
@@ -31,8 +35,9 @@ def number(field: str, value: object, allowed: str) -> float:
 
 
 def positive(field: str, value: object, unit: str) -> None:
-    if number(field, value, f"more than 0 {unit}") <= 0:
-        raise ConfigError(field, value, "not positive", allowed=f"more than 0 {unit}", fix="use a positive number")
+    allowed = f"more than 0 {unit}".rstrip()
+    if number(field, value, allowed) <= 0:
+        raise ConfigError(field, value, "not positive", allowed=allowed, fix="use a positive number")
 
 
 def not_negative(field: str, value: object, unit: str) -> None:
@@ -54,6 +59,12 @@ def flag(field: str, value: object) -> None:
 def text(field: str, value: object, *, fix: str) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(field, value, "not a non-empty text", allowed="a non-empty text", fix=fix)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            problem = "holds half a character (a lone surrogate)"
+            raise ConfigError(field, value, problem, allowed="text that can be encoded", fix=fix) from None
 
 
 def optional_text(field: str, value: object, *, fix: str) -> None:

@@ -301,6 +301,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
             self._parts.log.warning("storage_not_attached", disabled_by=self._parts.disabled)
             return
         await self._switch.attach(self._parts.storage_tier.find(store), deadline_s)
+        self._parts.check_room_for_objects()
 
     async def detach_storage(self, deadline_s: float) -> int:
         """Use no storage from here on.  What is stored stays there, and counts as not stored until a store is attached.

@@ -119,10 +119,24 @@ class Parts:
             self.log.warning("cache_disabled", by=self.disabled)
         self.log.info("cache_opened", report=self.report.lines())
         self.storage_tier.greet()
+        self.check_room_for_objects()
         if isinstance(self.driver, AutoDriver):
             self.driver.catch_up()  # the rest of the host memory begins to open; with steps, in the first one
         if (scrubber := self.storage_tier.scrubber()) is not None:
             self._watchers.append(self.system.spawn("scrub", scrubber.run))
+
+    def check_room_for_objects(self) -> None:
+        """Say it if the store that is used takes nothing of ours: such a cache works, and stores nothing for ever."""
+        store, object_bytes = self.storage_tier.store, self.memory.layout.longest_object_bytes
+        longest_bytes = None if store is None else store.backend.longest_bytes()
+        if store is not None and longest_bytes and longest_bytes < object_bytes:
+            self.log.warning(
+                "storage_objects_too_long",
+                url=store.url,
+                object_bytes=object_bytes,
+                longest_bytes=longest_bytes,
+                fix="nothing can be stored there: use a store of its own for this model",
+            )
 
     async def stop(self) -> None:
         """Never raises, never takes longer than a few times ``close_timeout_s``; says what it had to leave behind."""

@@ -110,6 +110,7 @@ def plan(
     group: RankGroup | None = None,
 ) -> Plan:
     """Raises `ConfigError` for parts that do not fit together."""
+    _check_kinds(config, kv, backend)
     if driver not in ("auto", "step"):
         raise ConfigError(
             "driver",
@@ -166,6 +167,19 @@ def plan(
     tell_device(chosen, _engines(config))
     _prepare(memory, config, on_gpu=chosen.kind == "cuda")
     return Plan(config, tensors, memory, chosen, source, slots, driver, report, disabled)
+
+
+def _check_kinds(config: object, kv: object, backend: object) -> None:
+    """Who writes without types is told of a slip here, and not by an attribute that something lacks."""
+    if not isinstance(config, Config):
+        fix = "build it by Config(...), Config.from_dict(settings) or Config.load(file)"
+        raise ConfigError("config", config, f"is a {type(config).__name__}", allowed="a Config", fix=fix)
+    if kv is not None and not isinstance(kv, KVTensors):
+        fix = "use KVTensors.from_tensors(keys, values) or KVTensors.from_mla(latents), or let KVTensors.make make some"
+        raise ConfigError("kv", type(kv).__name__, "is no KVTensors", allowed="a KVTensors, or None", fix=fix)
+    if backend is not None and not isinstance(backend, Backend):
+        fix = "derive its class from hicache_actors.backends.backend.Backend, or set storage.url"
+        raise ConfigError("backend", type(backend).__name__, "is no Backend", allowed="a Backend, or None", fix=fix)
 
 
 def _prepare(memory: HostMemory, config: Config, *, on_gpu: bool) -> None:

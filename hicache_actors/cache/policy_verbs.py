@@ -10,7 +10,7 @@ from hicache_actors.checks import choice
 from hicache_actors.core import PolicyRefused
 from hicache_actors.policy_config import EVICTIONS, WRITE_POLICIES, Eviction, WritePolicy
 from hicache_actors.ranks.intents import SetEviction, SetStoreOn, SetWritePolicy
-from hicache_actors.storage_config import StoreOn
+from hicache_actors.storage_config import STORE_ON, StoreOn
 
 
 class OpenCache(Inside, Protocol):
@@ -58,6 +58,7 @@ class PolicyVerbs:
         :raises ConfigError: no such time.
         """
         self._check_open()
+        choice("store_on", store_on, STORE_ON)
         return await self._asking.decided(lambda core: core.set_store_on(store_on), SetStoreOn(store_on))
 
     @property

@@ -21,7 +21,7 @@ from hicache_actors.cache.key_choice import keys_of
 from hicache_actors.config import Config
 from hicache_actors.core import Core
 from hicache_actors.core.words import Attached
-from hicache_actors.errors import BackendError
+from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.keys.namespace import SINGLE_RANK
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.ranks.group import RankGroup
@@ -35,6 +35,11 @@ _THREADS_A_BATCH: Final = 2  #: that a backend may have for one call
 
 def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankGroup | None = None) -> Source:
     """A store by its URL or its backend, fit for this cache and its rank.  Raises `ConfigError`; nothing is opened."""
+    if not isinstance(store, str | Backend):
+        raise ConfigError(
+            "storage", type(store).__name__, "names no store", allowed="a URL, or a Backend that is not open",
+            fix="write e.g. 'file:///var/cache/kv'",
+        )  # fmt: skip
     url = store if isinstance(store, str) else config.storage.url
     limits = msgspec.structs.replace(config.storage, url=url)
     config = msgspec.structs.replace(config, storage=limits)

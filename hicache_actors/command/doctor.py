@@ -18,8 +18,9 @@ from hicache_actors.command.surroundings import Finding, Section, device, disk, 
 from hicache_actors.config import Config, ShapeConfig
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.memory.budget import host_budget, host_memory_scope, take_host_memory
-from hicache_actors.memory.disks import disk_of, folder_of_url
+from hicache_actors.memory.disks import disk_of
 from hicache_actors.memory.limits import MemoryLimit
+from hicache_actors.memory.places import Place, places_of
 from hicache_actors.memory.report import SizingReport, sizing_report, storage_facts
 from hicache_actors.memory.shapes import KVShape, format_bytes
 from hicache_actors.memory.staging import take_staging
@@ -92,8 +93,8 @@ def examine(
     """Blocks for as long as the disks take.  ``limit``: default, this machine's memory."""
     limit = limit or MemoryLimit.read()
     config, refused = _load(config_file)
-    folder = None if config is None or config.storage.url is None else folder_of_url(config.storage.url)
-    disks = dict.fromkeys((*folders, folder) if folder else folders) or {Path(tempfile.gettempdir()): None}
+    places = () if config is None or config.storage.url is None else places_of(config.storage.url)
+    disks = dict.fromkeys((*folders, *(place.folder for place in places))) or {Path(tempfile.gettempdir()): None}
     looked_at = {path: disk(path, probe=probe) for path in disks}
     sections = [
         environment(),
@@ -104,14 +105,14 @@ def examine(
     ]
     sizing = None
     if config is not None and config_file is not None:
-        read_bytes_s = None if folder is None else looked_at[folder].facts.get("read_bytes_s")
+        read_bytes_s = looked_at[places[0].folder].facts.get("read_bytes_s") if places else None
         try:
-            _check_storage(config, folder)
+            _check_storage(config, places)
             sizing, findings = _size(config, limit, read_bytes_s, prefill_tokens_per_s)
         except ConfigError as error:
             refused = error
         else:
-            sections.append(Section("configuration", {"file": str(config_file)}, findings))
+            sections.append(Section("configuration", {"file": str(config_file)}, (*_switches(config), *findings)))
             refused = _look_at_store(config, sections) if probe else None
     return Diagnosis(tuple(sections), sizing, refused)
 
@@ -157,7 +158,7 @@ def _load(file: Path | None) -> tuple[Config | None, ConfigError | None]:
         return None, error
 
 
-def _check_storage(config: Config, folder: Path | None) -> None:
+def _check_storage(config: Config, places: tuple[Place, ...]) -> None:
     """Raises `ConfigError` for a URL that nobody serves, or a folder that cannot be made or written."""
     url = config.storage.url
     if url is None:
@@ -167,19 +168,28 @@ def _check_storage(config: Config, folder: Path | None) -> None:
         open_backend(url, workers)  # made, not connected
     finally:
         workers.close()
-    if folder is None:
-        return
-    try:
-        writable = disk_of(folder).writable
-    except BackendError as error:
-        raise ConfigError("storage.url", url, str(error), fix="choose another folder") from error
-    if not writable:
-        raise ConfigError(
-            "storage.url",
-            url,
-            "the folder cannot be made or written",
-            allowed="a folder of this user, or one that can be made",
-            fix="change its owner or mode, or choose another",
+    for place in places:
+        try:
+            writable = disk_of(place.folder).writable
+        except BackendError as error:
+            raise ConfigError("storage.url", url, str(error), fix="choose another folder") from error
+        if not writable:
+            raise ConfigError(
+                "storage.url",
+                url,
+                f"the folder {place.folder} cannot be made or written",
+                allowed="a folder of this user, or one that can be made",
+                fix="change its owner or mode, or choose another",
+            )
+
+
+def _switches(config: Config) -> Iterator[Finding]:
+    if not config.enabled:
+        yield note("enabled is false: the cache keeps nothing and serves nothing", "set it to true, or leave it out")
+    elif config.shadow:
+        yield note(
+            "shadow is true: what the cache has is compared with what is computed, and served to nobody",
+            "set it to false, or leave it out, once no page differs",
         )
 
 

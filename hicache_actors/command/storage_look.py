@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import anyio
 
 from hicache_actors.backends.backend import Backend
 from hicache_actors.backends.registry import open_backend
-from hicache_actors.cache.key_choice import keys_of
+from hicache_actors.cache.key_choice import keys_of, layout_of
 from hicache_actors.command.surroundings import Finding, Section, note, problem
 from hicache_actors.config import Config
 from hicache_actors.errors import BackendError, HiCacheError
 from hicache_actors.keys.namespace import Rank
 from hicache_actors.keys.scheme import KeyScheme
 from hicache_actors.masking import masked
-from hicache_actors.memory.disks import folder_of_url
+from hicache_actors.memory.places import places_of
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.tiers.storage.neighbours import Neighbours, listed, lists_names, look_at
@@ -34,17 +34,18 @@ def store(config: Config, shape: KVShape) -> Section | None:
     url = config.storage.url
     if url is None or url.startswith("memory:"):
         return None
-    folder = folder_of_url(url)
-    if folder is not None and not folder.is_dir():
+    if not all(place.folder.is_dir() for place in places_of(url)):
         return None
-    keys = keys_of(config, shape, Rank(tp_size=_tp_size(config, shape)))
+    rank = Rank(tp_size=_tp_size(config, shape))
+    keys, object_bytes = keys_of(config, shape, rank), layout_of(config, shape, rank).longest_object_bytes
     facts: dict[str, Any] = {"url": masked(url), "shared": keys.shared_with()}
     try:
-        scope, found = asyncio.run(_look(url, keys, config.storage.probe_keys))
+        seen = asyncio.run(_look(url, keys, config.storage.probe_keys))
     except HiCacheError as error:
         return Section("store", facts, (problem(f"it cannot be used: {error}", "start it, or correct storage.url"),))
-    facts |= {"scope": scope, "listed_names": found.listed, "own_names": found.ours, "others": found.others}
-    return Section("store", facts, _findings(found))
+    found = seen.neighbours
+    facts |= {"scope": seen.scope, "listed_names": found.listed, "own_names": found.ours, "others": found.others}
+    return Section("store", facts, (*_too_short(seen.longest_bytes, object_bytes), *_findings(found)))
 
 
 def _tp_size(config: Config, shape: KVShape) -> int:
@@ -53,7 +54,13 @@ def _tp_size(config: Config, shape: KVShape) -> int:
     return total // shape.heads if shape.kv == 2 and total % shape.heads == 0 else 1
 
 
-async def _look(url: str, keys: KeyScheme, most: int) -> tuple[str, Neighbours]:
+class _Seen(NamedTuple):
+    scope: str
+    longest_bytes: int | None  #: of an object that it takes: see `Backend.longest_bytes`
+    neighbours: Neighbours
+
+
+async def _look(url: str, keys: KeyScheme, most: int) -> _Seen:
     workers = Workers("doctor", 2)
     try:
         backend = open_backend(url, workers)
@@ -61,7 +68,7 @@ async def _look(url: str, keys: KeyScheme, most: int) -> tuple[str, Neighbours]:
             with anyio.fail_after(DEADLINE_S):
                 await backend.open()
             with anyio.fail_after(DEADLINE_S):
-                return backend.scope, await _neighbours(backend, keys, most)
+                return _Seen(backend.scope, backend.longest_bytes(), await _neighbours(backend, keys, most))
         except TimeoutError as error:
             raise BackendError(f"no answer within {DEADLINE_S:g} s") from error
         finally:
@@ -74,6 +81,15 @@ async def _look(url: str, keys: KeyScheme, most: int) -> tuple[str, Neighbours]:
 async def _neighbours(backend: Backend, keys: KeyScheme, most: int) -> Neighbours:
     names = await listed(backend, most) if most else []
     return look_at(names, keys) if names or (most and lists_names(backend)) else Neighbours()
+
+
+def _too_short(longest_bytes: int | None, object_bytes: int) -> tuple[Finding, ...]:
+    if not longest_bytes or longest_bytes >= object_bytes:  # 0: nothing is decided yet
+        return ()
+    text = (
+        f"an object takes {object_bytes:,} bytes, and this store takes {longest_bytes:,} at most: nothing can be stored"
+    )
+    return (problem(text, "give this model a store of its own, in another folder"),)
 
 
 def _findings(found: Neighbours) -> tuple[Finding, ...]:

@@ -17,6 +17,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from hicache_actors.cache.switches import DISABLED_VARIABLE, why_disabled
+from hicache_actors.config import Config
 from hicache_actors.cuda_ext import open_cuda_device
 from hicache_actors.cuda_ext.native.library import library, why_not
 from hicache_actors.errors import BackendError, ConfigError, HiCacheError
@@ -76,7 +78,17 @@ def environment(variables: Mapping[str, str] = os.environ, *, cores: int | None 
         "event_loop": "asyncio" if uvloop is None else f"asyncio, or uvloop {uvloop} where the server chooses it",
         "openmp": {name: variables[name] for name in sorted(variables) if name.startswith(("OMP_", "GOMP_", "KMP_"))},
     }
-    return Section("environment", facts, tuple(_openmp(variables, cores)) + tuple(_debug(variables)))
+    return Section("environment", facts, (*_switch(variables), *_openmp(variables, cores), *_debug(variables)))
+
+
+def _switch(variables: Mapping[str, str]) -> Iterable[Finding]:
+    try:
+        why = why_disabled(Config(), variables)
+    except ConfigError as error:
+        yield problem(f"{error.field}={error.value} is {error.problem}: no cache opens", f"set it to {error.allowed}")
+        return
+    if why is not None:
+        yield problem(f"{why}: every cache is switched off, and serves nothing", f"unset {DISABLED_VARIABLE}")
 
 
 def _openmp(variables: Mapping[str, str], cores: int) -> Iterable[Finding]:

@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 import psutil
@@ -61,12 +60,6 @@ def disk_of(folder: str | os.PathLike[str]) -> Disk:
         raise BackendError(f"{present} cannot be looked at: {error}") from error
     writable = present.is_dir() and os.access(present, os.W_OK | os.X_OK)
     return Disk(str(asked), present == asked, writable, _filesystem(present), usage.total, usage.free)
-
-
-def folder_of_url(url: str) -> Path | None:
-    """The folder of a ``file://`` or ``sglang-file://`` URL; None for any other."""
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme in ("file", "sglang-file") and parts.path else None
 
 
 def probe_disk(folder: str | os.PathLike[str], *, n_bytes: int = PROBE_BYTES, timeout_s: float = 10.0) -> Probe:

@@ -92,6 +92,11 @@ class SlotLayout(msgspec.Struct, frozen=True):
                 spans.append((start, end))
         return tuple(spans)
 
+    @property
+    def longest_object_bytes(self) -> int:
+        """Of the objects of a page, the longest, with its header."""
+        return max(end - start for start, end in self.object_layout.chunk_spans)
+
     def first_element(self, layer: int, kv: int, group: int, strides: dict[str, int]) -> int:
         """Of a layer's K (``kv`` 0) or V and a group of heads: its distance from the beginning of a slot, in elements.
 

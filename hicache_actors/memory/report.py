@@ -13,8 +13,9 @@ from hicache_actors.config import Config
 from hicache_actors.errors import BackendError
 from hicache_actors.masking import masked
 from hicache_actors.memory.budget import HostBudget
-from hicache_actors.memory.disks import disk_of, folder_of_url
+from hicache_actors.memory.disks import disk_of
 from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.places import place_of
 from hicache_actors.memory.shapes import KVShape, format_bytes
 from hicache_actors.memory.staging import StagingSize
 from hicache_actors.memory.traps import Sizes, StorageFacts, Trap, find_traps
@@ -163,10 +164,10 @@ def sizing_report(
         tiers.append(TierSize("device", device_pages, device_pages * shape.page_size, n_bytes, 0, 0))
     if host_pages is not None:
         tiers.append(_slots("host", layout, host_pages))
-    if storage is not None and storage.free_bytes is not None:
+    if storage is not None and storage.room_bytes is not None:
         # Files take whole blocks, so an object takes as much as a slot.
         objects = layout.object_layout
-        tiers.append(_slots("storage", objects, storage.free_bytes // storage.ranks // objects.slot_bytes))
+        tiers.append(_slots("storage", objects, storage.room_bytes // storage.ranks // objects.slot_bytes))
     sizes = Sizes(
         layout=layout,
         device_pages=device_pages,
@@ -196,14 +197,19 @@ def storage_facts(
     owners = 1 if replicated else ranks
     if url.startswith("memory:"):
         return StorageFacts(masked(url), filesystem="memory", ranks=owners)
-    folder = folder_of_url(url)
-    if folder is None:
+    place = place_of(url) if len(url.split()) == 1 else None  # how much layers hold together depends on what goes where
+    if place is None:
         return StorageFacts(masked(url), read_bytes_s=read_bytes_s, ranks=owners)
     try:
-        disk = disk_of(folder)
+        disk = disk_of(place.folder)
     except BackendError:
         return StorageFacts(masked(url), ranks=owners)  # opening it will say what is wrong
-    return StorageFacts(masked(url), disk.free_bytes, disk.filesystem, read_bytes_s, owners)
+    disk_bytes = disk.free_bytes
+    if place.held_bytes is not None:
+        disk_bytes += place.held_bytes
+    elif disk.exists and place.cap_bytes is not None:
+        disk_bytes = disk.total_bytes  # it may hold something already: that is not counted here
+    return StorageFacts(masked(url), disk_bytes, disk.filesystem, read_bytes_s, owners, place.cap_bytes)
 
 
 def _slots(tier: str, layout: SlotLayout, pages: int) -> TierSize:

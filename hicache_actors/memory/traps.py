@@ -38,11 +38,21 @@ class StorageFacts(msgspec.Struct, frozen=True):
     """What is known about the storage tier; None and "" where it is not."""
 
     where: str
-    free_bytes: int | None = None
+    disk_bytes: int | None = None
+    """What its disk has for it."""
+
     filesystem: str = ""
     read_bytes_s: float | None = None
     ranks: int = 1
     """How many ranks keep bytes of their own in it."""
+
+    cap_bytes: int | None = None
+    """The most that it may hold, over all ranks; None if only the disk bounds it."""
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What it can hold at most."""
+        return min((n for n in (self.disk_bytes, self.cap_bytes) if n is not None), default=None)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +171,15 @@ def _store_traps(config: Config, sizes: Sizes, storage: StorageFacts) -> Iterato
             "once more, through staging slots",
             "use page_first_direct, unless the engine's copies need runs over many pages of a layer",
         )
-    if storage.filesystem in MEMORY_FILESYSTEMS:
+    if storage.where.startswith("shm:"):
+        yield Trap(
+            "storage_in_memory",
+            "note",
+            "storage.url",
+            f"{storage.where} keeps pages in the memory of this host: beside the host pool's budget, and gone when it restarts",
+            "leave its gb free when you size the host pools, or use slab:///folder to keep them",
+        )
+    elif storage.filesystem in MEMORY_FILESYSTEMS:
         yield Trap(
             "storage_on_tmpfs",
             "problem",
@@ -203,7 +221,7 @@ def _store_traps(config: Config, sizes: Sizes, storage: StorageFacts) -> Iterato
             "not each page that is read is compared with its checksum: what a store or its medium has damaged may be served",
             "set storage.verify to 'always', and storage.scrub_mb_s to find bad objects early",
         )
-    chunk_bytes = max(end - start for start, end in sizes.layout.object_layout.chunk_spans) - sizes.layout.header_bytes
+    chunk_bytes = sizes.layout.longest_object_bytes - sizes.layout.header_bytes
     if sizes.layout.order == "page_unified" and chunk_bytes < SMALL_CHUNK_BYTES:
         yield Trap(
             "chunks_small",
@@ -212,16 +230,26 @@ def _store_traps(config: Config, sizes: Sizes, storage: StorageFacts) -> Iterato
             f"an object holds {format_bytes(chunk_bytes)}: each page costs {len(sizes.layout.chunk_spans)} keys and objects",
             "raise storage.layer_partition, or lower storage.tp_lcm_size, as far as those who share allow",
         )
-    if storage.free_bytes is not None and sizes.host_pages is not None:
+    if storage.cap_bytes is not None and storage.disk_bytes is not None and storage.cap_bytes > storage.disk_bytes:
+        yield Trap(
+            "storage_over_disk",
+            "problem",
+            "storage.url",
+            f"{storage.where} may hold {format_bytes(storage.cap_bytes)}, but its disk has {format_bytes(storage.disk_bytes)} for "
+            "it: it is full before anything is evicted, and writes fail",
+            "set a smaller size, or use a larger disk",
+        )
+    room_bytes = storage.room_bytes
+    if room_bytes is not None and sizes.host_pages is not None:
         host_bytes = sizes.host_pages * sizes.layout.slot_bytes * storage.ranks
-        if storage.free_bytes < host_bytes:
+        if room_bytes < host_bytes:
             yield Trap(
                 "storage_small",
                 "note",
                 "storage.url",
-                f"{storage.where} has {format_bytes(storage.free_bytes)} left, less than the {format_bytes(host_bytes)} of "
-                "host pool before it: unless it is filled with pages already, it will be full before it helps",
-                "free space, or use a larger disk",
+                f"{storage.where} has room for {format_bytes(room_bytes)}, less than the {format_bytes(host_bytes)} of host pool "
+                "before it: unless it is filled with pages already, it will be full before it helps",
+                "give it more room, or use a larger disk",
             )
     if sizes.ranks > 1 and sizes.layout.shape.kv == 2 and config.model.total_kv_heads is None:
         yield Trap(

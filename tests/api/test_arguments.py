@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+import structlog
 import torch
 
-from hicache_actors import HiCache, Prompt, Scope, Shortfall, UsageError
+from hicache_actors import ConfigError, HiCache, KVTensors, Prompt, Scope, Shortfall, UsageError
 from hicache_actors.backends.memory import MemoryBackend
-from hicache_actors.testing.small import PAGE_SIZE, open_small, prompt, tokens
+from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.assembly import DriverKind
+from hicache_actors.runtime.workers import Workers
+from hicache_actors.testing.small import PAGE_SIZE, SHAPE, open_small, prompt, small_config, tokens
 
 HALF_A_CHARACTER = "\ud800"  # what JSON calls a string need not be text
 
@@ -130,6 +135,65 @@ async def test_a_refusal_is_no_room() -> None:
         assert isinstance(room, Shortfall)
         with pytest.raises(UsageError, match="room is a refusal, 'device_capacity'"):
             small.cache.acquire(prompt(3), room=room)  # type: ignore[arg-type]
+
+
+WRONG_CHANGES: dict[str, Callable[[HiCache, Any], Awaitable[object]]] = {
+    "set_write_policy": lambda cache, wrong: cache.set_write_policy(wrong),
+    "set_eviction": lambda cache, wrong: cache.set_eviction(wrong),
+    "set_store_on": lambda cache, wrong: cache.set_store_on(wrong),
+    "advance_epoch": lambda cache, wrong: cache.advance_epoch(wrong),
+    "attach_storage": lambda cache, wrong: cache.attach_storage(wrong),
+}
+
+
+@pytest.mark.parametrize("driver", ["auto", "step"])
+async def test_a_wrong_change_is_refused_before_anybody_is_told(driver: DriverKind) -> None:
+    """With ranks it would travel to all of them, and what one cannot read ends the group: so no step is made here."""
+    async with open_small(backend=MemoryBackend(), driver=driver) as small:
+        for name, change in WRONG_CHANGES.items():
+            for wrong in ("nonesuch " + HALF_A_CHARACTER, "", 3, ["publish"]):
+                with pytest.raises(ConfigError, match=" = "), anyio.fail_after(10.0):
+                    await change(small.cache, wrong)
+                assert small.cache.state == "open", f"{name}({wrong!r})"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"config": {"page_size": PAGE_SIZE}}, r"config = .*is a dict; .*Config\.from_dict"),
+        ({"kv": "tensors"}, r"kv = 'str': is no KVTensors.*from_tensors"),
+        ({"backend": MemoryBackend}, r"backend = '\w+': is no Backend"),
+    ],
+)
+async def test_parts_of_a_wrong_kind_are_named(parts: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"config": small_config(), "kv": KVTensors.make(SHAPE, 8)} | parts
+    with pytest.raises(ConfigError, match=message):
+        async with HiCache.open(given.pop("config"), given.pop("kv"), **given):
+            raise AssertionError("it cannot open")
+
+
+async def test_a_store_that_takes_no_object_of_ours_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots were made for the pages of another model."""
+    told = structlog.testing.LogCapture()
+    monkeypatch.setattr(
+        "hicache_actors.cache.assembly.bind_log",
+        lambda **_: structlog.wrap_logger(None, processors=[told], wrapper_class=structlog.BoundLogger),
+    )
+    url = f"mmap://{tmp_path}/slab?gb=0.001"
+    workers = Workers("slab", 2)
+    backend = open_backend(url, workers)
+    await backend.open()
+    await backend.write(["short"], [memoryview(bytes(64))])
+    await backend.close()
+    workers.close()
+    async with open_small(config=small_config(url=url)):
+        pass
+    async with open_small(backend=MemoryBackend()) as small:
+        await small.cache.attach_storage(url)
+        warned = [line for line in told.entries if line["event"] == "storage_objects_too_long"]
+        assert [(line["longest_bytes"], line["url"]) for line in warned] == [(4096, url)] * 2
+        await small.cache.attach_storage(f"mmap://{tmp_path}/fresh?gb=0.001")
+        assert len([line for line in told.entries if line["event"] == "storage_objects_too_long"]) == 2
 
 
 @pytest.mark.parametrize(

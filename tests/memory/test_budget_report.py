@@ -167,6 +167,7 @@ TRAPS: dict[str, dict[str, Any]] = {
         "layout": SlotLayout(SMOLLM2, "page_unified", 4096, head_group=1, layer_partition=3),
         "storage": GOOD_STORE,
     },
+    "storage_over_disk": {"storage": StorageFacts("slab:///small", 10**12, "ext4", cap_bytes=2 * 10**12)},
     "storage_small": {"storage": StorageFacts("file:///small", 10**8, "ext4")},
     "kv_heads_unknown": {"storage": GOOD_STORE, "ranks": 2},
     "storage_slower_than_recompute": {
@@ -222,8 +223,8 @@ def test_problems_come_first() -> None:
 def test_facts_of_a_folder(tmp_path: Path) -> None:
     facts = storage_facts(f"file://{tmp_path}/not/yet", ranks=4)
     assert facts is not None
-    assert facts.free_bytes is not None
-    assert facts.free_bytes > 0
+    assert facts.room_bytes is not None
+    assert facts.room_bytes > 0
     assert facts.filesystem
     assert facts.ranks == 4
     shared = storage_facts(f"file://{tmp_path}", ranks=4, replicated=True)
@@ -235,6 +236,30 @@ def test_facts_of_what_is_no_folder() -> None:
     assert storage_facts(None) is None
     assert storage_facts("memory://x") == StorageFacts("memory://x", filesystem="memory")
     assert storage_facts("s3://bucket", read_bytes_s=5.0) == StorageFacts("s3://bucket", read_bytes_s=5.0)
+
+
+def test_the_cap_of_a_store_bounds_what_it_holds(tmp_path: Path) -> None:
+    def room_bytes(url: str) -> int | None:
+        facts = storage_facts(url)
+        assert facts is not None
+        return facts.room_bytes
+
+    for url in (f"file://{tmp_path}?max_gb=0.001", f"slab://{tmp_path}?gb=0.001", "shm://none?gb=0.001"):
+        assert room_bytes(url) == 1_000_000
+    (tmp_path / "objects.slab").write_bytes(bytes(500_000))  # there already: it stays as large as it was made
+    assert room_bytes(f"mmap://{tmp_path}?gb=0.001") == 500_000
+    assert room_bytes(f"file://{tmp_path}?max_gb=nonsense") == room_bytes(f"file://{tmp_path}")
+    found = report(storage=storage_facts(f"file://{tmp_path}?max_gb=1"))
+    (tier,) = (tier for tier in found.tiers if tier.tier == "storage")
+    assert tier.pages == 10**9 // found.layout.slot_bytes
+
+
+def test_memory_that_was_asked_for_as_a_store_is_a_note() -> None:
+    found = report(storage=storage_facts("shm://none?gb=100000"))
+    severities = {trap.code: trap.severity for trap in found.traps}
+    assert severities["storage_in_memory"] == "note"
+    assert severities["storage_over_disk"] == "problem"
+    assert "storage_on_tmpfs" not in severities
 
 
 def test_ranks_divide_a_shared_disk() -> None:

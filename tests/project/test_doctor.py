@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import pytest
 
 from hicache_actors.backends.file import FileBackend
+from hicache_actors.backends.registry import open_backend
+from hicache_actors.cache.switches import DISABLED_VARIABLE
 from hicache_actors.command import cli, surroundings
 from hicache_actors.command.doctor import Diagnosis, examine
 from hicache_actors.command.surroundings import Section, device, disk, environment, memory, packages
@@ -23,7 +25,7 @@ from hicache_actors.cuda_ext import TorchCudaDevice
 from hicache_actors.errors import BackendError, ConfigError, TransferError
 from hicache_actors.keys import KeyScheme, Namespace, Rank, SuffixKeys
 from hicache_actors.memory import disks
-from hicache_actors.memory.disks import Probe, disk_of, folder_of_url, probe_disk
+from hicache_actors.memory.disks import Probe, disk_of, probe_disk
 from hicache_actors.memory.limits import MACHINE, RANK_COUNTS, MemoryLimit, MemorySource
 from hicache_actors.runtime.workers import Workers
 
@@ -48,7 +50,7 @@ total_kv_heads = 3
 def _plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher, no OpenMP settings, and one kind of disk, whatever the machine that runs the tests has."""
     hurting = [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]
-    for name in [*RANK_COUNTS, *hurting, "PYTHONASYNCIODEBUG", "PYTHONDEVMODE"]:
+    for name in [*RANK_COUNTS, *hurting, DISABLED_VARIABLE, "PYTHONASYNCIODEBUG", "PYTHONDEVMODE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(disks, "_filesystem", lambda folder: "ext4")
     monkeypatch.setattr(surroundings, "LOW_SPACE_BYTES", 0)
@@ -290,11 +292,6 @@ def test_a_hung_disk_does_not_hang_the_doctor(tmp_path: Path, monkeypatch: pytes
     answer.set()
     thread.join()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_of_urls() -> None:
-    assert folder_of_url("file:///a%20b/c?cap_gb=5") == Path("/a b/c")
-    assert folder_of_url("memory://x") is None
 
 
 def test_the_longest_mount_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -546,6 +543,55 @@ def test_the_store_is_looked_at(keys: KeyScheme, own: int, words: str, severity:
         [(severity, True)] if words else []
     )
     assert diagnosis.exit_code == int(severity == "problem")
+
+
+def test_the_disks_of_all_stores_of_this_host_are_looked_at(tmp_path: Path) -> None:
+    layers = f"slab://{tmp_path}/near?gb=0.001 nixl://{tmp_path}/far redis://127.0.0.1:1"
+    found = examine(write_config(tmp_path, url=layers), probe=False, limit=LIMIT)
+    disks_seen = [section.facts["folder"] for section in found.sections if section.name.startswith("disk ")]
+    assert disks_seen == [f"{tmp_path}/near", f"{tmp_path}/far"]
+    assert found.sizing is not None
+    assert found.sizing.storage is not None
+    assert found.sizing.storage.room_bytes is None  # of layers
+
+
+def test_a_store_whose_slots_are_too_short_is_a_problem(tmp_path: Path) -> None:
+    url = f"slab://{tmp_path}/slab?gb=0.01"
+
+    async def store(object_bytes: int) -> None:
+        workers = Workers("slab", 2)
+        backend = open_backend(url, workers)
+        await backend.open()
+        await backend.write([f"{'ab' * 32}_other"], [memoryview(bytes(object_bytes))])
+        await backend.close()
+        workers.close()
+
+    asyncio.run(store(8192))
+    found = examine(write_config(tmp_path, url=url), limit=LIMIT)
+    (section,) = (section for section in found.sections if section.name == "store")
+    assert section.findings[0].severity == "problem"
+    assert "this store takes 8,192 at most: nothing can be stored" in section.findings[0].text
+    assert found.exit_code == 1
+    (tmp_path / "slab" / "objects.slab").unlink()
+    asyncio.run(store(2 * 2**20))
+    (section,) = (one for one in examine(write_config(tmp_path, url=url), limit=LIMIT).sections if one.name == "store")
+    assert "at most" not in str(section.findings)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("1", "every cache is switched off"), ("off", "neither on nor off: no cache opens")]
+)
+def test_the_kill_switch_is_a_problem(value: str, words: str) -> None:
+    (finding,) = (one for one in environment({DISABLED_VARIABLE: value}).findings if DISABLED_VARIABLE in one.text)
+    assert (finding.severity, words in finding.text) == ("problem", True)
+    assert not [one for one in environment({DISABLED_VARIABLE: "0"}).findings if DISABLED_VARIABLE in one.text]
+
+
+def test_switches_of_a_configuration_are_named(tmp_path: Path) -> None:
+    for line, words in (("enabled = false", "keeps nothing"), ("shadow = true", "served to nobody")):
+        found = examine(write_config(tmp_path, f"{line}\n{GOOD}"), limit=LIMIT)
+        (section,) = (section for section in found.sections if section.name == "configuration")
+        assert words in section.findings[0].text
 
 
 def test_a_store_that_does_not_exist_yet_is_not_made(tmp_path: Path) -> None:
