@@ -86,6 +86,10 @@ class SGLangFileBackend(Backend):
         with map_errors("sglang-file delete", OSError):
             return await self._workers.run(lambda: sum(map(self._unlink, keys)))
 
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        with map_errors("sglang-file lengths", OSError):
+            return await self._workers.run(lambda: [self._length(self._path(key)) or None for key in keys])
+
     async def keys(self) -> AsyncIterator[str]:
         with map_errors("sglang-file keys", OSError):
             names = iter(await self._workers.run(self._names))

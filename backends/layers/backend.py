@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.backends.layers.judging import read_judged
+from hicache_actors.backends.layers.judging import read_judged, whole
 from hicache_actors.backends.layers.layer import Layer
 from hicache_actors.backends.layers.options import LayerOptions
 from hicache_actors.backends.objects import Expected, Verdict, seal_many
@@ -189,10 +189,23 @@ class LayeredBackend(Backend):
         return max(await _all(layer.backend.delete(keys) for layer in self._layers))
 
     async def quarantine(self, key: str) -> bool:
+        """Where its copy is bad; of copies that are whole by themselves all, for the caller knows why."""
         await self._stop_promoting([key])
-        removed = await _all(layer.backend.quarantine(key) for layer in self._layers)
+        found = [await self._whole(layer, key) for layer in self._layers]
+        spare = False in found
+        chosen = [layer for layer, whole in zip(self._layers, found, strict=True) if not (spare and whole)]
+        removed = await _all(layer.backend.quarantine(key) for layer in chosen)
         self._counts["quarantined"] += any(removed)
         return any(removed)
+
+    async def _whole(self, layer: Layer, key: str) -> bool | None:
+        """Whether its copy is; None if it has none, or cannot tell how long it is."""
+        lengths = await layer.ask("lengths", partial(layer.backend.lengths, [key]))
+        if not lengths or not lengths[0]:
+            return None
+        buffer = memoryview(bytearray(lengths[0]))
+        found = await layer.ask("read", partial(layer.backend.peek, [key], [buffer]))
+        return await self._workers.run(whole, key, buffer) if found and found[0] else None
 
     async def lengths(self, keys: Sequence[str]) -> list[int | None]:
         answers = [await layer.backend.lengths(keys) for layer in self._layers]

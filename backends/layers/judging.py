@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_actors.backends.backend import Backend
-from hicache_actors.backends.objects import Expected, Verdict, verify
+from hicache_actors.backends.objects import Expected, Verdict, read_header, verify
+from hicache_actors.keys.hashes import HASH_BYTES
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
+
+_HASH: Final = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 async def read_judged(
@@ -32,6 +36,14 @@ async def read_judged(
     if expected is None:
         return [Verdict.OK if here else None for here in found]
     return await workers.run(_judge, buffers, expected, numbers, found)
+
+
+def whole(key: str, object: memoryview) -> bool:
+    """By itself: its checksum is right, and it lies under the name of its page.  What has no header can tell nothing."""
+    header = read_header(object)
+    if header is None or verify(object, header.namespace, header.page_hash, header.chunk) is not Verdict.OK:
+        return False
+    return key.startswith(header.page_hash.hex()) or not _HASH.match(key)
 
 
 def _part_of(expected: Expected, numbers: Sequence[int]) -> Expected | None:

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="hicache", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"hicache-actors {version('hicache-actors')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (command, summary) in COMMANDS.items():
         command.add_arguments(

@@ -156,12 +156,12 @@ def context_name(n_tokens: int) -> str:
 
 
 def context_tokens(text: str) -> int:
-    """ "8192", "32K" or "1M" -> tokens.  Raises ValueError, which argparse explains."""
+    """ "8192", "32K" or "1M" -> tokens.  Raises ArgumentTypeError, which argparse shows."""
     unit = {"K": 1024, "M": 2**20}.get(text[-1:].upper(), 1)
-    n_tokens = int(text if unit == 1 else text[:-1]) * unit
-    if n_tokens < 1:
-        raise ValueError(text)
-    return n_tokens
+    number = text if unit == 1 else text[:-1]
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of tokens; write e.g. 8192, 32K or 1M")
+    return int(number) * unit
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -262,6 +262,10 @@ def _model(options: argparse.Namespace, config: Config) -> ModelShape:
         "kv_heads": 1 if options.mla and options.kv_heads is None else options.kv_heads,
         "head_dim": options.head_dim,
     }
+    if options.mla and options.kv_heads not in (None, 1):
+        raise ConfigError(
+            "kv_heads", options.kv_heads, "a latent has no heads", allowed="1 with --mla", fix="leave --kv-heads out"
+        )
     given = [name for name, value in numbers.items() if value is not None and not (options.mla and name == "kv_heads")]
     if options.model is not None:
         if given or options.mla:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.objects import HEADER_BYTES, Verdict, seal
 from hicache_actors.bench.progress import Progress
+from hicache_actors.checks import count
 from hicache_actors.command.store_walk import check_is_there, group_of, named, objects, opened, run_with
 from hicache_actors.errors import ConfigError
 from hicache_actors.masking import masked
@@ -72,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found -> exit code."""
+    for name in ("most", "object_bytes"):
+        if getattr(options, name, None) is not None:
+            count(f"--{name.replace('_', '-')}", getattr(options, name), "")
     if options.store_command != "doctor":
         check_is_there(options.url)
     what = {"inspect": _inspect, "verify": _verify, "copy": _copy, "gc": _gc, "doctor": _doctor}[options.store_command]
@@ -104,13 +108,23 @@ def _inspect(options: argparse.Namespace) -> Answer:
         return counts, sizes, backend.scope, dict(backend.stats())
 
     counts, sizes, scope, stats = run_with(options.url, look)
-    groups = {group: {"objects": count, "bytes": sizes[group]} for group, count in counts.most_common()}
-    lines = [f"scope     {scope}", f"objects   {counts.total():,}", f"bytes     {format_bytes(sizes.total())}"]
+    told = bool(sizes.total()) or not counts  # some stores tell names and no lengths
+    groups = {group: {"objects": n, "bytes": sizes[group] if told else None} for group, n in counts.most_common()}
+    total = format_bytes(sizes.total()) if told else "unknown: this store tells no lengths"
+    lines = [f"scope     {scope}", f"objects   {counts.total():,}", f"bytes     {total}"]
     lines += [f"{name:<9} {value}" for name, value in stats.items() if isinstance(value, str) and value]
-    lines += [f"  {count:>12,}  {format_bytes(sizes[group]):>14}  {group}" for group, count in counts.most_common()]
+    lines += [
+        f"  {n:>12,}  {format_bytes(sizes[group]) if told else '-':>14}  {group}" for group, n in counts.most_common()
+    ]
     return (
         0,
-        {"scope": scope, "objects": counts.total(), "bytes": sizes.total(), "groups": groups, "stats": stats},
+        {
+            "scope": scope,
+            "objects": counts.total(),
+            "bytes": sizes.total() if told else None,
+            "groups": groups,
+            "stats": stats,
+        },
         lines,
     )
 
@@ -180,20 +194,23 @@ def _gc(options: argparse.Namespace) -> Answer:
         removed = 0
         progress = _progress(options)
         async for names in named(backend):
-            progress.step(f"{removed:,} removed")
+            progress.step(f"{counts.total():,} objects")
             counts.update(map(group_of, names))
-            gone = [name for name in names if group_of(name) in groups]
-            removed += await backend.delete(gone) if options.yes and gone else 0
+        unknown = sorted(groups - counts.keys())
+        if unknown:  # before anything is removed
+            raise ConfigError(
+                "--remove", unknown[0], "no object is of this group, so nothing was removed",
+                allowed=sorted(counts) or "none: the store is empty", fix="see hicache store inspect",
+            )  # fmt: skip
+        if options.yes and groups:
+            async for names in named(backend):
+                progress.step(f"{removed:,} removed")
+                gone = [name for name in names if group_of(name) in groups]
+                removed += await backend.delete(gone) if gone else 0
         progress.close()
         return counts, removed
 
     counts, removed = run_with(options.url, look)
-    unknown = sorted(groups - counts.keys())
-    if unknown:
-        raise ConfigError(
-            "--remove", unknown[0], "no object is of this group", allowed=sorted(counts) or "none: the store is empty",
-            fix="see hicache store inspect",
-        )  # fmt: skip
     chosen = sum(counts[group] for group in groups)
     lines = [
         f"groups    {len(counts):,}",
@@ -239,7 +256,7 @@ def _doctor(options: argparse.Namespace) -> Answer:
         medians_ms = {step: round(sorted(some)[len(some) // 2], 3) for step, some in times_ms.items()}
         return medians_ms, list(dict.fromkeys(problems)), length
 
-    medians_ms, problems, length = run_with(options.url, look)
+    medians_ms, problems, length = run_with(options.url, look, lists=False)
     lines = [f"{step:8}{ms:10.2f} ms" for step, ms in medians_ms.items()]
     lines.append(f"in the median of {_PROBES} probes of {format_bytes(length)}")
     lines += [f"problem: {text}" for text in problems] or ["all is well"]

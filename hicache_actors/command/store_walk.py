@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import anyio
 
@@ -17,12 +15,13 @@ from hicache_actors.backends.registry import open_backend
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.keys.hashes import HASH_BYTES
+from hicache_actors.memory.places import places_of
 from hicache_actors.runtime.workers import Workers
+from hicache_actors.tiers.storage.neighbours import lists_names
 
 T = TypeVar("T")
 
 OPEN_S: Final = 30.0
-_FOLDERS: Final = ("file", "sglang-file", "nixl", "slab", "mmap")
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_NAMES: Final = 64
 _HEX: Final = 2 * HASH_BYTES
@@ -46,16 +45,21 @@ def group_of(name: str) -> str:
 
 def check_is_there(url: str) -> None:
     """`ConfigError` if a folder of ``url`` is not there: opening would make it, and a slip of the pen look like an empty store."""
-    for one in url.split():
-        parts = urlsplit(one)
-        if parts.scheme in _FOLDERS and not parts.netloc and not os.path.isdir(unquote(parts.path)):
+    for place in places_of(url):
+        if not place.folder.is_dir():
             raise ConfigError(
-                FIELD,
-                one,
-                "there is no such folder",
-                allowed="the folder of a store",
-                fix="correct the path; a cache makes it",
-            )
+                FIELD, url, f"there is no such folder: {place.folder}", allowed="the folder of a store",
+                fix="correct the URL; a cache makes the folder",
+            )  # fmt: skip
+
+
+def _check_lists(url: str, backend: Backend) -> None:
+    """`ConfigError` if it cannot tell what is in it: what it does not name must not look like an empty store."""
+    if not lists_names(backend):
+        raise ConfigError(
+            FIELD, url, "this store cannot list its objects, so nobody can look at all of them",
+            allowed="a store that lists", fix="use hicache store doctor, and the tools of the store itself",
+        )  # fmt: skip
 
 
 @asynccontextmanager
@@ -78,11 +82,13 @@ async def opened(url: str) -> AsyncIterator[tuple[Backend, Workers]]:
         workers.close()
 
 
-def run_with(url: str, look: Callable[[Backend, Workers], Awaitable[T]]) -> T:
-    """Open the store, ``look``, close it.  Blocks."""
+def run_with(url: str, look: Callable[[Backend, Workers], Awaitable[T]], *, lists: bool = True) -> T:
+    """Open the store, ``look``, close it.  ``lists``: it goes through all objects, which not every store can name.  Blocks."""
 
     async def run() -> T:
         async with opened(url) as (backend, workers):
+            if lists:
+                _check_lists(url, backend)
             return await look(backend, workers)
 
     return asyncio.run(run())

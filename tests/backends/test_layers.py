@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 from hicache_actors.backends import Backend, Hanging, MemoryBackend, Stored, open_backend
 from hicache_actors.backends.layers import LayeredBackend
 from hicache_actors.backends.layers.layer import Layer
-from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict, seal_many
+from hicache_actors.backends.objects import HEADER_BYTES, Expected, Verdict, seal, seal_many
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
 from hicache_actors.testing.backend_contract import BackendContract, content, room
@@ -248,6 +248,40 @@ async def test_what_is_bad_goes_from_all(workers: Workers) -> None:
     assert await two.both.quarantine("k0")
     assert (await two.near.exists(["k0"]), await two.far.exists(["k0"])) == (0, 0)
     assert await two.both.exists(["k1"]) == 1
+
+
+@pytest.mark.parametrize("near_is_bad", [True, False])
+async def test_what_is_put_away_from_outside_is_the_bad_copy(workers: Workers, near_is_bad: bool) -> None:
+    """The scrubber and ``hicache store verify --quarantine`` look at one copy: the good one stays."""
+    two = Two(workers)
+    page_hash = bytes(range(32))
+    key = f"{page_hash.hex()}_ns"
+    good, bad = (memoryview(bytearray(HEADER_BYTES + 100)) for _ in range(2))
+    for data in (good, bad):
+        seal(data, b"n" * 16, page_hash)
+    bad[-1] ^= 1
+    await two.near.write([key], [bad if near_is_bad else good])
+    await two.far.write([key], [good if near_is_bad else bad])
+    assert await two.both.quarantine(key)
+    kept = two.far if near_is_bad else two.near
+    assert (await two.near.exists([key])) + (await two.far.exists([key])) == 1
+    back = room(1, HEADER_BYTES + 100)
+    assert await kept.read([key], back) == [True]
+    assert back[0] == good
+    assert await two.both.quarantine(key), "all copies are whole, and the caller knows better"
+    assert await two.both.exists([key]) == 0
+
+
+async def test_a_whole_object_under_the_name_of_another_page_is_bad(workers: Workers) -> None:
+    two = Two(workers)
+    key = f"{bytes(32).hex()}_ns"
+    right, misfiled = (memoryview(bytearray(HEADER_BYTES + 100)) for _ in range(2))
+    seal(right, b"n" * 16, bytes(32))
+    seal(misfiled, b"n" * 16, bytes(range(32)))
+    await two.near.write([key], [misfiled])
+    await two.far.write([key], [right])
+    assert await two.both.quarantine(key)
+    assert (await two.near.exists([key]), await two.far.exists([key])) == (0, 1)
 
 
 class Broken(MemoryBackend):

@@ -51,6 +51,14 @@ async def test_the_scheme_is_known_and_says_who_shares(tmp_path: Path, workers: 
     assert backend.scope == "host"
 
 
+async def test_lengths_are_those_of_the_files(tmp_path: Path, workers: Workers) -> None:
+    backend = SGLangFileBackend(f"sglang-file://{tmp_path}/kv", workers)
+    await backend.open()
+    await backend.write(["a"], [memoryview(bytes(300))])
+    (tmp_path / "kv" / "empty.bin").touch()
+    assert await backend.lengths(["a", "empty", "absent"]) == [300, None, None]
+
+
 @pytest.mark.parametrize(
     "url", ["sglang-file:///", "sglang-file://host/kv", "sglang-file:///kv?max_gb=1", "sglang-file:///kv?min_free_gb=x"]
 )

@@ -45,6 +45,13 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_version_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("hicache-actors ")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -286,3 +286,17 @@ def test_words_for_numbers() -> None:
     ]  # fmt: skip
     assert [context_name(n) for n in (8192, 40_960, 2**20, 1000)] == ["8K", "40K", "1M", "1,000"]
     assert [context_tokens(text) for text in ("8192", "32K", "1m")] == [8192, 32_768, 2**20]
+
+
+def test_what_is_no_context_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0", "-1K", "K", "many", "1.5K"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", "--context", wrong] if wrong[0] != "-" else ["plan", f"--context={wrong}"])
+        assert f"{wrong!r} is no count of tokens; write e.g. 8192, 32K or 1M" in capsys.readouterr().err
+
+
+def test_a_latent_has_no_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["plan", "--layers", "61", "--mla", "--head-dim", "576"]
+    assert cli.main([*shape, "--kv-heads", "4"]) == 2
+    assert "kv_heads = 4: a latent has no heads" in capsys.readouterr().err
+    assert cli.main([*shape, "--kv-heads", "1"]) == 0

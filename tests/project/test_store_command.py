@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache_actors.backends import open_backend
+from hicache_actors.backends.backend import Backend
+from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.objects import seal
 from hicache_actors.command.cli import main
 from hicache_actors.runtime.workers import Workers
@@ -120,8 +123,9 @@ def test_gc_removes_what_was_chosen_and_only_with_yes(url: str, capsys: pytest.C
     assert run(capsys, "gc", url, "--remove", "_0123abcd_1_1")[1]["removed"] == 0
     assert run(capsys, "gc", url, "--remove", "_0123abcd_1_1", "--yes")[1]["removed"] == 3
     assert run(capsys, "inspect", url)[1]["objects"] == 5
-    assert main(["store", "gc", url, "--remove", "_0123abcd_1_1"]) == 2
+    assert main(["store", "gc", url, "--remove", SUFFIX, "--remove", "_0123abcd_1_1", "--yes"]) == 2
     assert "see hicache store inspect" in capsys.readouterr().err
+    assert run(capsys, "inspect", url)[1]["objects"] == 5, "a slip of the pen removes nothing"
 
 
 def test_doctor_says_what_works_and_leaves_nothing(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +167,57 @@ def test_a_folder_that_is_not_there_is_no_empty_store(
     assert main(["store", command, url, *arguments]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "copy"])
+def test_shared_memory_that_is_not_there_is_no_empty_store(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["memory://target"] * (command == "copy")
+    assert main(["store", command, "shm://hicache-test-nonesuch?gb=0.001", *arguments]) == 2
+    assert "there is no such folder: /dev/shm/hicache-hicache-test-nonesuch" in capsys.readouterr().err
+
+
+class Silent(MemoryBackend):
+    """Takes all, and names nothing."""
+
+    keys = Backend.keys
+
+    def __init__(self, url: str, workers: Workers) -> None:
+        super().__init__()
+
+
+class Measureless(MemoryBackend):
+    """Names what it holds, and no lengths."""
+
+    def __init__(self, url: str, workers: Workers) -> None:
+        super().__init__()
+        self._objects["ab" * 32 + SUFFIX] = b"bytes"
+
+    async def lengths(self, keys: Sequence[str]) -> list[int | None]:
+        return [None] * len(keys)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "copy"])
+def test_a_store_that_lists_nothing_is_no_empty_store(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["memory://target"] * (command == "copy")
+    assert main(["store", command, f"dynamic://{__name__}/Silent", *arguments]) == 2
+    assert "cannot list its objects" in capsys.readouterr().err
+    assert main(["store", "doctor", f"dynamic://{__name__}/Silent"]) == 0
+
+
+def test_unknown_lengths_are_not_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"dynamic://{__name__}/Measureless"
+    code, found = run(capsys, "inspect", url)
+    assert (code, found["objects"], found["bytes"]) == (0, 1, None)
+    assert found["groups"] == {SUFFIX: {"objects": 1, "bytes": None}}
+    assert main(["store", "inspect", url]) == 0
+    assert "bytes     unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "--most", "0"], ["verify", "--object-bytes", "-3"]])
+def test_counts_are_counts(arguments: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(url, 1)
+    assert main(["store", *arguments, url]) == 2
+    assert f"{arguments[1]} = {arguments[2]}: too small" in capsys.readouterr().err
 
 
 def test_a_store_that_fails_is_code_1_and_wrong_use_code_2(capsys: pytest.CaptureFixture[str]) -> None:
