@@ -17,7 +17,6 @@ from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.keys.hashes import HASH_BYTES
 from hicache_actors.memory.places import places_of
 from hicache_actors.runtime.workers import Workers
-from hicache_actors.tiers.storage.neighbours import lists_names
 
 T = TypeVar("T")
 
@@ -55,6 +54,8 @@ def check_is_there(url: str) -> None:
 
 def _check_lists(url: str, backend: Backend) -> None:
     """`ConfigError` if it cannot tell what is in it: what it does not name must not look like an empty store."""
+    from hicache_actors.tiers.storage.neighbours import lists_names  # it imports torch, which `hicache plan` need not have
+
     if not lists_names(backend):
         raise ConfigError(
             FIELD, url, "this store cannot list its objects, so nobody can look at all of them",
