@@ -54,7 +54,8 @@ def check_is_there(url: str) -> None:
 
 def _check_lists(url: str, backend: Backend) -> None:
     """`ConfigError` if it cannot tell what is in it: what it does not name must not look like an empty store."""
-    from hicache_actors.tiers.storage.neighbours import lists_names  # it imports torch, which `hicache plan` need not have
+    # Here, since it imports torch, which `hicache plan` need not have.
+    from hicache_actors.tiers.storage.neighbours import lists_names
 
     if not lists_names(backend):
         raise ConfigError(
