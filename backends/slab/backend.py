@@ -17,7 +17,8 @@ from hicache_actors.backends.helping import Help
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.slab import store_file
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
-from hicache_actors.backends.slab.medium import File, Mapped, Medium, Piece
+from hicache_actors.backends.slab.medium import File, Mapped, Medium
+from hicache_actors.backends.slab.moves import Pieces
 from hicache_actors.backends.slab.options import SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import Claim, Found
@@ -117,7 +118,8 @@ class SlabBackend(Backend):
                     if found is not None and found.length == len(buffers[at])
                 ]
                 here.sort()
-                pieces = [Piece(found.slot, buffers[at], at) for found, at in here]
+                numbers = [at for _, at in here]
+                pieces = Pieces([found.slot for found, _ in here], [buffers[at] for at in numbers], numbers)
                 verdicts = medium.read(pieces, expected, help)
                 # Where an entry has changed, somebody has written into the slot meanwhile.
                 same = table.unchanged([found for found, _ in here])
@@ -181,9 +183,10 @@ class SlabBackend(Backend):
                 present.append(answer)
                 outcomes[at] = Stored.PRESENT
         claims.sort()
-        claimed = [claim for claim, _ in claims]
+        claimed, numbers = [claim for claim, _ in claims], [at for _, at in claims]
+        pieces = Pieces([claim.slot for claim in claimed], [buffers[at] for at in numbers], numbers)
         try:
-            store.medium.write([Piece(claim.slot, buffers[at], at) for claim, at in claims], expected, help)
+            store.medium.write(pieces, expected, help)
         except BaseException:
             with table.changing():
                 table.give_up(claimed)
@@ -242,8 +245,9 @@ class SlabBackend(Backend):
         return 0 if self._store is None else self._store.file.geometry.slot_bytes
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """``io``: ``direct`` past the page cache, ``buffered`` through it, or ``mapped``; ``requests``: what keeps several of them
-        under way, ``io_uring`` or ``threads``; ``why_*``: why it is not the better one."""
+        """``io``: ``direct`` past the page cache, ``buffered`` through it, ``both`` (from it what it has, else past it), or
+        ``mapped``; ``requests``: what keeps several of them under way, ``io_uring`` or ``threads``; ``why_*``: why it is not the
+        better one."""
         store = self._store
         if store is None:
             return {"slots": 0, **self._counts}

@@ -35,28 +35,35 @@ class Index:
         self._hints: NDArray[np.uint64] = np.frombuffer(memory, "<u8").reshape(-1, PER_BUCKET)
         self._buckets = np.uint64(len(self._hints))
 
-    def candidates(self, hashes: Hashes) -> list[tuple[int, int]]:
-        """(row of the key, slot) of each hint that may be about one of these keys."""
+    def candidates(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(row of the key, slot) of each hint that may be about one of these keys, in two columns."""
         rows = self._hints[hashes % self._buckets]
         at = np.nonzero((rows >> _TAG_BITS == _tags(hashes)[:, None, None]) & (rows != 0))
-        slots = (rows[at] & _SLOT_MASK).astype(np.int64) - 1
-        return list(zip(at[0].tolist(), slots.tolist(), strict=True))
+        return at[0], (rows[at] & _SLOT_MASK).astype(np.int64) - 1
 
     def add(self, hashes: Hashes, slots: Sequence[int], evict: Callable[[list[int]], int]) -> None:
         """A hint for each key.  Where both buckets are full, ``evict`` is given the slots that they point at, takes one of them
         away, and says which of the positions it was."""
         hints = _hints(hashes, np.array(slots, np.uint64)).tolist()
-        for hint, buckets in zip(hints, (hashes % self._buckets).tolist(), strict=True):
-            pair = [self._hints[bucket].tolist() for bucket in buckets]
-            free = [one.count(0) for one in pair]
+        buckets = (hashes % self._buckets).tolist()
+        around = [*{bucket for pair in buckets for bucket in pair}]
+        near: dict[int, list[int]] = dict(zip(around, self._hints[around].tolist(), strict=True))  # with what is added
+        changes: dict[tuple[int, int], int] = {}
+        for hint, (first, second) in zip(hints, buckets, strict=True):
+            pair = near[first], near[second]
             if hint in pair[0] or hint in pair[1]:
                 continue  # left by a writer that died
-            if any(free):
-                emptier = free.index(max(free))
-                self._hints[buckets[emptier], pair[emptier].index(0)] = hint
+            free = pair[0].count(0), pair[1].count(0)
+            if free[0] or free[1]:
+                emptier = int(free[1] > free[0])
+                place = pair[emptier].index(0)
             else:
-                number = evict([int(each & 0xFFFFFFFF) - 1 for one in pair for each in one])
-                self._hints[buckets[number // PER_BUCKET], number % PER_BUCKET] = hint
+                number = evict([(each & 0xFFFFFFFF) - 1 for one in pair for each in one])
+                emptier, place = divmod(number, PER_BUCKET)
+            pair[emptier][place] = hint
+            changes[(first, second)[emptier], place] = hint
+        if changes:
+            self._hints[tuple(np.array(list(changes)).T)] = np.array(list(changes.values()), np.uint64)
 
     def drop(self, hashes: Hashes, slots: NDArray[np.int64]) -> None:
         """The hints that say that these keys are in these slots."""

@@ -7,15 +7,16 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from hicache_actors.backends.helping import Help
 from hicache_actors.backends.objects import Expected
 from hicache_actors.backends.slab import moves
-from hicache_actors.backends.slab.moves import Batch, Verdicts
+from hicache_actors.backends.slab.moves import Batch, Pieces, Verdicts
 from hicache_actors.backends.slab.options import SlabOptions
+from hicache_actors.backends.slab.page_cache import PageCache
 from hicache_actors.backends.slab.store_file import ALIGN, StoreFile
 from hicache_actors.backends.urls import FIELD
 from hicache_actors.cuda_ext.native import slots as native
@@ -27,12 +28,8 @@ from hicache_actors.runtime.observation import bind_log
 _REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class Piece(NamedTuple):
-    """``number``: which of the expected objects it is."""
-
-    slot: int
-    buffer: memoryview
-    number: int
+SHORT_BYTES: Final = 256 << 10
+"""Of slots.  Longer ones hardly gain by the page cache: the disk is as fast as the rest, for half the processor time."""
 
 
 class Medium(Protocol):
@@ -40,10 +37,10 @@ class Medium(Protocol):
     def facts(self) -> Mapping[str, str]:
         """For `stats`: which way it goes, and why not another."""
 
-    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
-        """Fill each buffer from the beginning of its slot.  ``pieces`` in the order of slots.  Raises OSError."""
+    def read(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> Verdicts:
+        """Fill each buffer from the beginning of its slot; places are slots.  Raises OSError."""
 
-    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
+    def write(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> None:
         """Raises OSError; then any of the slots may hold anything."""
 
 
@@ -56,15 +53,15 @@ class Mapped:
         assert file.slots is not None
         self._file, self._slots, self._slot_bytes = file, file.slots, file.geometry.slot_bytes
 
-    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
+    def read(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> Verdicts:
         return self._move(pieces, expected, help, writes=False)
 
-    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
+    def write(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> None:
         self._move(pieces, expected, help, writes=True)
 
-    def _move(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None, *, writes: bool) -> Verdicts:
-        placed = [moves.Piece(slot * self._slot_bytes, buffer, number) for slot, buffer, number in pieces]
-        batch = Batch(placed, expected, writes)
+    def _move(self, pieces: Pieces, expected: Expected | None, help: Help | None, *, writes: bool) -> Verdicts:
+        placed = [slot * self._slot_bytes for slot in pieces.places]
+        batch = Batch(pieces._replace(places=placed), expected, writes)
         library = native.slots()
         if library is None:
             return moves.in_python_memory(batch, self._slots)
@@ -73,11 +70,11 @@ class Mapped:
 
 class File:
     """System calls: past the page cache where the file system and the buffer allow it, as host slots do at addresses and lengths
-    of 4096.
+    of 4096; short objects through it, as far as it has them.
 
-    That costs half the processor time of buffered I/O, and no second copy of each page in memory.  A file system that refuses it,
-    when it is opened or later, is named in one warning, and everything is buffered from then on, unless ``direct=on`` forbids it.
-    Many requests are under way at once: by io_uring where the kernel allows that, else by several threads.
+    Past it costs half the processor time of buffered I/O, and no second copy of each page in memory.  A file system that refuses
+    it, when it is opened or later, is named in one warning, and everything is buffered from then on, unless ``direct=on`` forbids
+    it.  Many requests are under way at once: by io_uring where the kernel allows that, else by several threads.
     """
 
     def __init__(self, file: StoreFile, options: SlabOptions) -> None:
@@ -97,38 +94,53 @@ class File:
                     raise
                 self._give_up_direct(error)
         self._rings, self._why_threads = _rings(options, self._direct)
+        both = options.direct == "auto" and self._direct >= 0 and file.geometry.slot_bytes < SHORT_BYTES
+        self._cache, self._why_direct = _page_cache(file) if both else (None, "")
 
     @property
     def facts(self) -> Mapping[str, str]:
-        requests = "threads" if self._rings is None else "io_uring"
-        facts = {"io": "buffered" if self._direct < 0 else "direct", "requests": requests}
-        why = {"why_buffered": self._why_buffered, "why_no_io_uring": self._why_threads}
+        way = "buffered" if self._direct < 0 else "direct" if self._cache is None else "both"
+        facts = {"io": way, "requests": "threads" if self._rings is None else "io_uring"}
+        why = {
+            "why_buffered": self._why_buffered,
+            "why_direct": self._why_direct,
+            "why_no_io_uring": self._why_threads,
+        }
         return facts | {name: reason for name, reason in why.items() if reason}
 
-    def read(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> Verdicts:
-        return self._move(pieces, expected, help, writes=False)
+    def read(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> Verdicts:
+        batch = Batch(self._placed(pieces), expected, writes=False)
+        if self._cache is None or not pieces.places:
+            return self._move(batch, help)
+        verdicts, left = self._cache.read(batch)
+        if left:
+            rest = self._move(batch._replace(pieces=batch.pieces.some(left)), help)
+            for at, verdict in zip(left, rest, strict=True):
+                verdicts[at] = verdict
+        return verdicts
 
-    def write(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None) -> None:
-        self._move(pieces, expected, help, writes=True)
+    def write(self, pieces: Pieces, expected: Expected | None, help: Help | None) -> None:
+        batch = Batch(self._placed(pieces), expected, writes=True)
+        if self._cache is None:
+            self._move(batch, help)
+        elif pieces.places:
+            self._cache.write(batch, help)
 
-    def _move(self, pieces: Sequence[Piece], expected: Expected | None, help: Help | None, *, writes: bool) -> Verdicts:
-        geometry = self._geometry
-        verdicts: Verdicts = [None] * len(pieces)
-        if not pieces:
-            return verdicts
-        aligned = _aligned([piece.buffer for piece in pieces]) if self._direct >= 0 else [False] * len(pieces)
+    def _placed(self, pieces: Pieces) -> Pieces:
+        start, distance = self._geometry.data_at, self._geometry.slot_bytes
+        return pieces._replace(places=[start + slot * distance for slot in pieces.places])
+
+    def _move(self, batch: Batch, help: Help | None) -> Verdicts:
+        """Past the page cache, but for buffers that are not aligned."""
+        count = len(batch.pieces.places)
+        verdicts: Verdicts = [None] * count
+        aligned = _aligned(batch.pieces.buffers) if self._direct >= 0 else [False] * count
         for direct in (True, False):
             chosen = [at for at, is_aligned in enumerate(aligned) if is_aligned is direct]
-            if not chosen:
-                continue
-            placed = [
-                moves.Piece(geometry.data_at + slot * geometry.slot_bytes, buffer, number)
-                for slot, buffer, number in (pieces[at] for at in chosen)
-            ]
-            for at, verdict in zip(
-                chosen, self._moved(Batch(placed, expected, writes), help, direct=direct), strict=True
-            ):
-                verdicts[at] = verdict
+            if chosen:
+                part = batch if len(chosen) == count else batch._replace(pieces=batch.pieces.some(chosen))
+                for at, verdict in zip(chosen, self._moved(part, help, direct=direct), strict=True):
+                    verdicts[at] = verdict
         return verdicts
 
     def _moved(self, batch: Batch, help: Help | None, *, direct: bool) -> Verdicts:
@@ -187,6 +199,17 @@ def _rings(options: SlabOptions, fd: int) -> tuple[native.Rings | None, str]:
     if options.io == "uring":
         raise ConfigError(FIELD, options.url, f"io=uring, and there is no io_uring here ({reason})", fix="say io=auto")
     return None, reason
+
+
+def _page_cache(file: StoreFile) -> tuple[PageCache | None, str]:
+    """-> it, or why it is not used."""
+    library = native.slots()
+    if library is None:
+        return None, why_not()
+    try:
+        return PageCache(library, file.fd, file.geometry.data_at), ""
+    except OSError as error:
+        return None, f"what the page cache has is not told: {os.strerror(error.errno or 0)}"
 
 
 def _open_direct(path: str) -> int:

@@ -10,6 +10,7 @@ is free.  Readers take no lock: they read, and look at the entry again; a slot t
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from hicache_actors.backends.slab.clock import USED, Clock
 from hicache_actors.backends.slab.entries import (
@@ -29,8 +30,9 @@ from hicache_actors.backends.slab.entries import (
     READY,
     USED_AT,
     WRITING,
+    key_of,
+    look,
     pack_entry,
-    unpack_entry,
 )
 from hicache_actors.backends.slab.index import Hashes, Index
 from hicache_actors.backends.slab.locks import ByteLocks
@@ -38,6 +40,7 @@ from hicache_actors.errors import BackendError
 
 _TABLE_LOCK: Final = 1 << 60  # bytes that no file has
 _OWNER_LOCKS: Final = 1 << 61
+_MARK_BYTES: Final = 8
 
 
 class Found(NamedTuple):
@@ -52,7 +55,8 @@ class Claim(NamedTuple):
     """A slot that is being written by this process."""
 
     slot: int
-    key: str
+    key: bytes
+    digest: bytes  #: xxh3-128 of the key
     length: int
 
 
@@ -63,7 +67,7 @@ class Table:
     """
 
     def __init__(self, memory: memoryview, index: memoryview, hand: memoryview, locks: ByteLocks) -> None:
-        self._memory = memory
+        self._entries = np.frombuffer(memory, np.uint8).reshape(-1, ENTRY_BYTES)
         self.slots = len(memory) // ENTRY_BYTES
         self._locks = locks
         self._lock = threading.Lock()
@@ -85,12 +89,7 @@ class Table:
 
     def find_many(self, keys: Sequence[str]) -> list[Found | None]:
         names = [key.encode() for key in keys]
-        found: list[Found | None] = [None] * len(names)
-        if names:
-            for at, slot in self._index.candidates(_hashes_of(names)):
-                if found[at] is None and slot < self.slots:
-                    found[at] = self._look(slot, names[at])
-        return found
+        return self._find(names, [*map(xxh3_128_digest, names)])
 
     def unchanged(self, found: Sequence[Found]) -> list[bool]:
         slots, marks = [one.slot for one in found], [one.mark for one in found]
@@ -104,8 +103,8 @@ class Table:
     def keys(self, slots: range) -> list[str]:
         """Of those of ``slots`` that hold an object which is found there."""
         ready = np.nonzero(self._states[slots.start : slots.stop] == READY)[0] + slots.start
-        here = [(slot, unpack_entry(self._entry(slot))) for slot in ready.tolist()]
-        names = [(slot, entry.key.decode()) for slot, entry in here if entry is not None]
+        here = [(slot, key_of(self._entries[slot].tobytes())) for slot in ready.tolist()]
+        names = [(slot, key.decode()) for slot, key in here if key is not None]
         found = self.find_many([key for _, key in names])
         return [key for (slot, key), one in zip(names, found, strict=True) if one is not None and one.slot == slot]
 
@@ -123,12 +122,12 @@ class Table:
 
     def claim_many(self, keys: Sequence[str], lengths: Sequence[int]) -> list[Claim | Found | None]:
         """For each key a slot to write in; what is there already; or None: all slots are being written."""
-        for key in keys:
-            if len(key.encode()) > MAX_KEY_BYTES:
-                raise BackendError(
-                    f"a key of {len(key.encode())} bytes; at most {MAX_KEY_BYTES} have room", retryable=False
-                )
-        found = self.find_many(keys)
+        names = [key.encode() for key in keys]
+        longest = max(map(len, names), default=0)
+        if longest > MAX_KEY_BYTES:
+            raise BackendError(f"a key of {longest} bytes; at most {MAX_KEY_BYTES} have room", retryable=False)
+        digests = [*map(xxh3_128_digest, names)]
+        found = self._find(names, digests)
         claims: list[Claim | Found | None] = [
             one if one is not None and one.length == length else None
             for one, length in zip(found, lengths, strict=True)
@@ -140,26 +139,29 @@ class Table:
         self._marks[slots] = self._owner << 32 | WRITING
         self._index.drop(self._hashes[slots[held]], slots[held])
         for at, slot in zip(absent, slots.tolist(), strict=False):
-            claims[at] = Claim(slot, keys[at], lengths[at])
+            claims[at] = Claim(slot, names[at], digests[at], lengths[at])
         return claims
 
     def publish_many(self, claims: Sequence[Claim], now_ms: int) -> list[bool]:
         """The bytes are there -> whether each is found now; False if another writer was faster, and the slot is free again."""
-        stays: dict[str, Claim] = {}
-        for claim, found in zip(claims, self.find_many([claim.key for claim in claims]), strict=True):
+        stays: dict[bytes, Claim] = {}
+        there = self._find([claim.key for claim in claims], [claim.digest for claim in claims])
+        for claim, found in zip(claims, there, strict=True):
             if claim.key in stays or (found is not None and found.length == claim.length):
                 self._states[claim.slot] = FREE
                 continue
             if found is not None:
                 self._free([found.slot])
             stays[claim.key] = claim
-        names, slots = [key.encode() for key in stays], [claim.slot for claim in stays.values()]
-        hashes = _hashes_of(names)
-        for name, claim, halves in zip(names, stays.values(), hashes, strict=True):
-            entry = pack_entry(secrets.randbits(32), claim.length, now_ms, halves.tobytes(), name)
-            start = claim.slot * ENTRY_BYTES + 8
-            self._memory[start : start + len(entry.rest)] = entry.rest
-            self._owners[claim.slot] = entry.generation
+        count, slots = len(stays), [claim.slot for claim in stays.values()]
+        generations = np.frombuffer(os.urandom(4 * count), "<u4")
+        packed = bytearray(count * ENTRY_BYTES)
+        for number, (generation, claim) in enumerate(zip(generations.tolist(), stays.values(), strict=True)):
+            at = number * ENTRY_BYTES
+            pack_entry(packed, at, generation, claim.length, now_ms, claim.digest, claim.key)
+        self._entries[slots, _MARK_BYTES:] = np.frombuffer(packed, np.uint8).reshape(-1, ENTRY_BYTES)[:, _MARK_BYTES:]
+        self._owners[slots] = generations
+        hashes = _hashes_of([claim.digest for claim in stays.values()])
         self._index.add(hashes, slots, lambda near: self._evict(near, frozenset(slots)))
         self._states[slots] = READY
         return [stays.get(claim.key) is claim for claim in claims]
@@ -180,12 +182,17 @@ class Table:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _look(self, slot: int, name: bytes) -> Found | None:
-        entry = unpack_entry(self._entry(slot))
-        return None if entry is None or entry.key != name else Found(slot, entry.length, entry.mark)
-
-    def _entry(self, slot: int) -> bytes:
-        return bytes(self._memory[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+    def _find(self, names: Sequence[bytes], digests: Sequence[bytes]) -> list[Found | None]:
+        found: list[Found | None] = [None] * len(names)
+        rows, slots = self._index.candidates(_hashes_of(digests))
+        known = slots < self.slots
+        rows, slots = rows[known], slots[known]
+        entries = self._entries[slots].tobytes()
+        for at, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+            there = look(entries, at * ENTRY_BYTES, names[row])
+            if there is not None and found[row] is None:
+                found[row] = Found(slot, *there)
+        return found
 
     def _free(self, slots: Sequence[int]) -> None:
         at = np.array(slots, np.int64)
@@ -210,8 +217,8 @@ class Table:
         return owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner)
 
 
-def _hashes_of(names: Sequence[bytes]) -> Hashes:
-    return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, names)), "<u8").reshape(-1, 2)
+def _hashes_of(digests: Sequence[bytes]) -> Hashes:
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
 
 def _column(memory: memoryview, kind: str, at: int) -> NDArray[np.uint64]:

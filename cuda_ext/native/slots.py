@@ -15,6 +15,8 @@ from hicache_actors.cuda_ext.native.library import Library, library
 from hicache_actors.cuda_ext.native.structs import Names, SlotBatch
 
 RING_DEPTH: Final = 16  #: requests under way in one queue
+NOT_CACHED: Final = 255
+"""Instead of a verdict: the page cache has not got all of the piece, so it was not read."""
 
 
 class Moving:
@@ -35,7 +37,7 @@ class Moving:
 
     @property
     def verdicts(self) -> list[int]:
-        """hic_verdict of each piece, after a read with names."""
+        """Of each piece: its hic_verdict, after a read with names; `NOT_CACHED`, where the page cache was to be read."""
         return list(self._verdicts)
 
 
@@ -48,6 +50,7 @@ class Slots:
         self.open_ring = native.function("hic_uring_open", ring, ctypes.c_uint32, ctypes.POINTER(word))
         self.move_by_ring = native.function("hic_uring_move", word, ring, batch)
         self.close_ring = native.function("hic_uring_close", None, ring)
+        self._write_out = native.function("hic_slots_write_out", word, word, ctypes.c_uint64)
         self._last_error = native.last_error
 
     def moving(
@@ -61,9 +64,11 @@ class Slots:
         request_bytes: int,
         names: Names | None,
         numbers: Sequence[int],
+        from_cache: bool = False,
     ) -> Moving:
         """Whole buffers, from or to their ``offsets`` in the file ``fd``, or in what begins at the address ``memory``, if that is
-        not 0.  With ``names`` they are objects, of these ``numbers``: sealed before a write, judged after a read."""
+        not 0.  With ``names`` they are objects, of these ``numbers``: sealed before a write, judged after a read.
+        ``from_cache``: read what the page cache has, and nothing else (`NOT_CACHED`); by `Moving.move` only."""
         count = len(buffers)
         verdicts = (ctypes.c_uint8 * count)()
         at, sizes = addresses(buffers), lengths(buffers)
@@ -71,9 +76,15 @@ class Slots:
         batch = SlotBatch(
             count, 0, ctypes.addressof(at), ctypes.addressof(sizes), ctypes.addressof(places), memory or None,
             None if names is None else ctypes.pointer(names), ctypes.addressof(which), ctypes.addressof(verdicts),
-            request_bytes, fd, int(writes), 0, 0,
+            request_bytes, fd, int(writes), 0, int(from_cache),
         )  # fmt: skip
         return Moving(self, batch, verdicts, (at, sizes, places, which, names, buffers))
+
+    def write_out(self, fd: int, offset: int) -> None:
+        """Have the kernel begin to write what it keeps of a file from ``offset`` on; waits for none of it.  Raises OSError."""
+        error = self._write_out(fd, offset)
+        if error:
+            raise OSError(error, os.strerror(error))
 
     def done(self, code: int) -> None:
         if code < 0:

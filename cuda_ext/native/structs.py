@@ -203,7 +203,7 @@ class SlotBatch(ctypes.Structure):
         ("fd", ctypes.c_int32),
         ("writes", ctypes.c_int32),
         ("error", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("from_cache", ctypes.c_int32),
     )
 
 

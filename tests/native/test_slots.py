@@ -159,6 +159,59 @@ def test_memory_is_copied(slots: native.Slots) -> None:
     assert all(place[(63 - at) * PAGE : (64 - at) * PAGE] == piece for at, piece in enumerate(pieces))
 
 
+def test_what_the_page_cache_has_is_read_and_nothing_else(slots: native.Slots, fd: int) -> None:
+    n_bytes, count = 5 * PAGE, 60
+    source = random.Random(6).randbytes(n_bytes * count)
+    os.pwrite(fd, source, 0)
+
+    def from_cache() -> list[bool]:
+        target = memory(5 * count)
+        target[:] = b"." * len(target)
+        call = slots.moving(
+            [target[at * n_bytes : (at + 1) * n_bytes] for at in range(count)], [at * n_bytes for at in range(count)],
+            writes=False, fd=fd, memory=0, request_bytes=1 << 17, names=None, numbers=range(count), from_cache=True,
+        )  # fmt: skip
+        by_threads(call)
+        try:
+            call.check()
+        except OSError as error:
+            pytest.skip(f"this kernel does not tell: {error}")
+        here = [verdict != native.NOT_CACHED for verdict in call.verdicts]
+        for at, is_here in enumerate(here):
+            part = slice(at * n_bytes, (at + 1) * n_bytes)
+            assert bytes(target[part]) == (source[part] if is_here else b"." * n_bytes)
+        return here
+
+    if not any(from_cache()):
+        pytest.skip("a layered file system, where the pages are another file's")
+    assert all(from_cache())
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if all(from_cache()):
+        pytest.skip("this file system is in memory")
+    assert not any(from_cache()), "looking brought something in"
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more than what is read
+    for at in range(7, 20, 2):
+        os.pread(fd, n_bytes, at * n_bytes)
+    os.pread(fd, PAGE, 40 * n_bytes)  # a part is not enough
+    here = from_cache()
+    assert all(here[7:20:2])
+    assert not any(here[25:])
+
+
+def test_a_descriptor_that_is_closed_has_no_page_cache(slots: native.Slots, tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT)
+    os.close(fd)
+    call = slots.moving(
+        [memory(1)], [0], writes=False, fd=fd, memory=0, request_bytes=1, names=None, numbers=[0], from_cache=True
+    )
+    call.move()
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        call.check()
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        slots.write_out(fd, 0)
+
+
 def test_queues_are_used_again(slots: native.Slots, rings: native.Rings, fd: int) -> None:
     os.ftruncate(fd, 16 * PAGE)
     target = memory(16)

@@ -1,6 +1,8 @@
 // Slots, one request after the other: a thread each.
 #include "capi/slots.h"
 
+#include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -91,6 +93,55 @@ bool has_failed(const hic_slot_batch& batch) { return __atomic_load_n(&batch.err
 
 namespace {
 
+#ifndef SYS_cachestat
+#define SYS_cachestat 451  // Linux 6.5, on every machine
+#endif
+
+// What the page cache has of a part of a file, in pages, of how many -> errno.  A read "without waiting" cannot be had instead:
+// where it finds nothing it starts to read ahead, and the disk is read twice.
+struct Cached {
+  uint64_t found = 0, all = 0;
+
+  int look(int fd, uint64_t offset, uint64_t bytes) {
+    static const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    const uint64_t range[2] = {offset, bytes};
+    uint64_t counts[5];  // in the cache, dirty, being written, evicted, recently evicted
+    if (syscall(SYS_cachestat, fd, range, counts, 0)) return errno;
+    found = counts[0];
+    all = bytes ? (offset + bytes - 1) / page - offset / page + 1 : 0;
+    return 0;
+  }
+};
+
+// Of a request what the page cache has, in one call if that is all of it -> errno.  Others may push it out meanwhile; then the
+// kernel waits for the disk after all.
+int read_cached(const hic_slot_batch& batch, SlotRequest* request) {
+  Cached cached;
+  if (const int error = cached.look(batch.fd, request->offset, request->left)) return error;
+  const int none = HIC_NOT_CACHED;
+  std::memset(batch.verdicts + request->first, cached.found ? 0 : none, request->end - request->first);
+  if (cached.found == cached.all) {
+    if (const int error = move_slots(batch, request)) return error;
+    judge_slots(batch, request->first, request->end);  // while it is in the processor's cache
+    return 0;
+  }
+  for (uint64_t i = request->first; cached.found && i < request->end; ++i) {
+    Cached piece;
+    if (const int error = piece.look(batch.fd, batch.offsets[i], batch.bytes[i])) return error;
+    if (piece.found < piece.all) {
+      batch.verdicts[i] = HIC_NOT_CACHED;
+      continue;
+    }
+    SlotRequest one;
+    one.offset = batch.offsets[i], one.left = batch.bytes[i];
+    one.part = 0, one.parts = 1;
+    one.run[0] = {batch.buffers[i], batch.bytes[i]};
+    if (const int error = move_slots(batch, &one)) return error;
+    judge_slots(batch, i, i + 1);
+  }
+  return 0;
+}
+
 int copy_slots(const hic_slot_batch& batch, const SlotRequest& request) {
   for (uint64_t i = request.first; i < request.end; ++i) {
     char* slot = static_cast<char*>(batch.memory) + batch.offsets[i];
@@ -111,13 +162,19 @@ int32_t hic_slots_move(hic_slot_batch* batch) {
     if (number != ours) continue;  // another thread's
     if (hic::has_failed(*batch)) break;
     if (batch->writes) hic::seal_slots(*batch, request.first, request.end);
-    const int error = batch->memory ? hic::copy_slots(*batch, request) : hic::move_slots(*batch, &request);
+    const int error = batch->from_cache ? hic::read_cached(*batch, &request)
+                      : batch->memory   ? hic::copy_slots(*batch, request)
+                                        : hic::move_slots(*batch, &request);
     if (error) {
       hic::note_error(batch, error);
       break;
     }
-    if (!batch->writes) hic::judge_slots(*batch, request.first, request.end);  // while it is in the processor's cache
+    if (!batch->writes && !batch->from_cache) hic::judge_slots(*batch, request.first, request.end);  // while it is in the cache
     ours = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
   }
   return HIC_OK;
+}
+
+int32_t hic_slots_write_out(int32_t fd, uint64_t offset) {
+  return sync_file_range(fd, static_cast<off64_t>(offset), 0, SYNC_FILE_RANGE_WRITE) ? errno : 0;
 }

@@ -129,6 +129,13 @@ void try_slots(const std::string& path, hic_uring* uring) {
   }
   for (uint64_t i = 0; i < kCount; ++i)
     require(verdicts[i] == HIC_VERDICT_OK && !std::memcmp(from[i], to[i], kBytes), "all are read and right");
+  hic_slot_batch cached{kCount, 0, to.data(), bytes.data(), offsets.data(), nullptr, &names,
+                        numbers.data(), verdicts.data(), 4 * kBytes, fd, 0, 0, 1};
+  by_threads([&] { require(!hic_slots_move(&cached), "read what is in the page cache"); });
+  require(!cached.error || cached.error == ENOSYS || cached.error == EPERM, "if the kernel tells");
+  for (uint64_t i = 0; !cached.error && i < kCount; ++i)
+    require(verdicts[i] == HIC_VERDICT_OK || verdicts[i] == HIC_NOT_CACHED, "right, or left out");
+  require(!hic_slots_write_out(fd, 4096), "begin to write out");
   require(!ftruncate(fd, static_cast<off_t>(offsets[kCount / 2])), "cut off");
   hic_slot_batch batch{kCount, 0, to.data(), bytes.data(), offsets.data(), nullptr, nullptr,
                        nullptr, nullptr, 4 * kBytes, fd, 0, 0, 0};
