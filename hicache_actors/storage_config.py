@@ -20,6 +20,7 @@ PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 VERIFY_MODES: Final = ("always", "sampled", "off")
 KEY_SCHEMES: Final = ("suffix", "unified", "raw")
 STORE_ON: Final = ("publish", "host_evict")
+MOST_GATHER_S: Final = 1.0
 
 
 class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,11 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """With store_on = 'host_evict': when more than this share of the host pool is in use, the pages that would leave it next
     are stored ahead, until the rest of the pool is free or stored and next to go.  1: only those that ``stored`` and ``drain``
     wait for.  Default: 0.75."""
+
+    gather_s: float = 0.05
+    """How long pages that have come to the host wait for others, of later steps and other requests, to be stored as one job:
+    each job takes time of the process that running requests feel.  Who waits for them (``stored``, ``drain``, close) ends it.
+    0: they are stored at once.  Default: 0.05 s."""
 
     prefetch_threshold_tokens: int = 256
     """A shorter missing span is not looked up in storage.  Default: 256 tokens."""
@@ -144,6 +150,15 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
                 )
         choice("storage.store_on", self.store_on, STORE_ON)
         share("storage.store_water_mark", self.store_water_mark, "the host pool")
+        not_negative("storage.gather_s", self.gather_s, "seconds")
+        if self.gather_s > MOST_GATHER_S:
+            raise ConfigError(
+                "storage.gather_s",
+                self.gather_s,
+                "pages that wait hold their place on the host",
+                allowed=f"0 to {MOST_GATHER_S} seconds",
+                fix="use the default, or 'host_evict' for storage.store_on to store much later",
+            )
         whole("storage.prefetch_threshold_tokens", self.prefetch_threshold_tokens, "tokens", least=0)
         choice("storage.prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
         not_negative("storage.prefetch_timeout_base_s", self.prefetch_timeout_base_s, "seconds")

@@ -21,6 +21,7 @@ from hicache_actors.cache.admission import Admission
 from hicache_actors.cache.asking import Acquire, Asking
 from hicache_actors.cache.assembly import DriverKind, Parts
 from hicache_actors.cache.block_verbs import BlockVerbs
+from hicache_actors.cache.clear_verbs import ClearVerbs
 from hicache_actors.cache.handles import Lease, Prefetch
 from hicache_actors.cache.observing import ObservationVerbs
 from hicache_actors.cache.planning import build
@@ -59,7 +60,7 @@ class Stored(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
+class HiCache(BlockVerbs, ClearVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs):
     """A KV cache in three tiers.  Open it with `HiCache.open`."""
 
     def __init__(self, parts: Parts) -> None:
@@ -374,6 +375,7 @@ class HiCache(BlockVerbs, ObservationVerbs, PolicyVerbs, RankVerbs, WeightVerbs)
             if isinstance(self.driver, StepDriver):
                 await self._step_until_idle(limit_s, dirty=self._dirty)
             else:
+                self.driver.decide(Core.hurry)
                 with anyio.move_on_after(limit_s):
                     await pipelines.idle()
         await self._switch.close(self._parts.config.close_timeout_s)

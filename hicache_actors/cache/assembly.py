@@ -276,6 +276,7 @@ def _core_config(
         storage=storage,
         store_on=config.storage.store_on,
         store_water_mark=config.storage.store_water_mark,
+        gather_s=config.storage.gather_s,
         enabled=enabled,
         slots=slots,
         prefetch_threshold_tokens=config.storage.prefetch_threshold_tokens,

@@ -1,5 +1,5 @@
-"""The backlog: what is on the host and not stored, when a store is attached, when all is to be stored as it comes from now on, or
-when somebody waits until everything is stored.
+"""The backlog: what is on the host and not stored, when a store is attached or cleared, when all is to be stored as it comes from
+now on, or when somebody waits until everything is stored.
 
 It is backed up by the jobs that save what is computed, paths from their roots, at most one job of the backlog at a time, and none
 while a failed backup is not made good.
@@ -28,8 +28,21 @@ class Backlog:
 
     def set_storage(self, use: UseStorage) -> None:
         """See `Core.set_storage`.  What this section wanted saved goes to the old store still."""
-        state, tree, attached = self.state, self.state.tree, use.attached
+        state = self.state
         self.saving.end_backup()
+        state.storage = use.attached
+        self._forget_stored()
+        state.effects.append(use)
+        self.work_off()
+
+    def forget_stored(self) -> None:
+        """See `Core.clear_storage`.  The store has been cleared: what is being saved may have gone again, and does not count."""
+        self.saving.end_backup()
+        self._forget_stored()
+        self.work_off()
+
+    def _forget_stored(self) -> None:
+        state, tree = self.state, self.state.tree
         self.saving.retries.clear()
         for node in tree.table.values():
             node.stored = UNSTORED
@@ -37,16 +50,13 @@ class Backlog:
         if state.residents.changes is not None:
             state.residents.changes.cleared("storage")
         tree.hints.clear()
-        state.storage = attached
         state.storage_epoch += 1
         state.residents.recall()
         state.backlog.clear()
         if self.saving.ahead.stores_at_once:
             self.take_in()
         state.changed = True
-        state.note(Note.STORAGE, state.storage_epoch, attached)
-        state.effects.append(use)
-        self.work_off()
+        state.note(Note.STORAGE, state.storage_epoch, state.storage)
 
     def set_store_on(self, store_on: StoreOn) -> PolicyRefused | None:
         """See `Core.set_store_on`."""

@@ -8,6 +8,7 @@ from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.changes import Changes
+from hicache_actors.core.clearing import Clearing
 from hicache_actors.core.config import StoreOn, WritePolicy
 from hicache_actors.core.explain import Explanation, explain
 from hicache_actors.core.fetch import Fetches
@@ -143,6 +144,7 @@ class OperatorCalls:
 
     state: State
     _attaching: Attaching
+    _clearing: Clearing
     _backlog: Backlog
     _waiting: Waiting
 
@@ -177,6 +179,16 @@ class OperatorCalls:
         self._attaching.open(waiter, number, url, deadline_s)
         return waiter
 
+    def clear_storage(self, deadline_s: float) -> int:
+        """Each rank removes what it has stored, within ``deadline_s``, while requests go on -> waiter.
+
+        ``Wake(waiter, Cleared)``: from that section on nothing counts as stored, as after `set_storage`, and what the host holds
+        is backed up again.  `cancel_waiter` ends it where it stands.
+        """
+        waiter = self._waiting.next_waiter()
+        self._clearing.open(waiter, deadline_s)
+        return waiter
+
     def set_storage(self, attached: bool, deadline_s: float = 0.0) -> None:
         """From here on there is a store, another than before, or there is none; ``UseStorage`` follows.
 
@@ -185,6 +197,10 @@ class OperatorCalls:
         they began with: what they bring is published, what they save does not count.
         """
         self._backlog.set_storage(UseStorage(attached, deadline_s=deadline_s))
+
+    def hurry(self) -> None:
+        """The cache is closing: what gathers to be stored is stored now, and what comes later at once."""
+        self._backlog.saving.hurry()
 
     def reset(self) -> None:
         raise NotImplementedError

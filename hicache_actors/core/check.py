@@ -221,7 +221,7 @@ def state_digest(state: State, saving: Saving, fetches: Fetches, waiting: Waitin
         (state.storage, state.storage_epoch, [node.tag for node in state.backlog]),
         [(waiter, acquire.rid, acquire.job) for waiter, acquire in waiting.acquires.items()],
         [(waiter, entry.asked_pages) for waiter, entry in waiting.stores.items()],
-        (list(waiting.drains), saving.backup_pages, saving.ahead.facts()),
+        (list(waiting.drains), saving.backup_pages, saving.gathers_until_ms, saving.ahead.facts()),
         [
             (rid, look.found_pages, look.fetch_job, look.may_fetch, [pin.uid for pin in look.pins])
             for rid, look in blocks.looks.items()

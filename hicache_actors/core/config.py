@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -28,9 +29,10 @@ class CoreConfig(msgspec.Struct, frozen=True):
     protect a page under slru.
 
     ``storage=False``: no prefetch, no backup.  ``store_on``: pages are stored when they have come to the host, or before they leave
-    it: what of the host pool is above the share ``store_water_mark`` is kept free, or stored and next to go.  ``enabled=False``:
-    nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places of jobs on the wire (HIT or
-    RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed clock; their number is the
+    it: what of the host pool is above the share ``store_water_mark`` is kept free, or stored and next to go.  ``gather_s``: so
+    long do pages that have come to the host wait for others that are stored with them, while nobody waits for them.
+    ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places of jobs on
+    the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed clock; their
     number of retries.
     """
 
@@ -47,6 +49,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     storage: bool = True
     store_on: StoreOn = "publish"
     store_water_mark: float = 0.75
+    gather_s: float = 0.0
     prefetch_threshold_tokens: int = 256
     prefetch_policy: PrefetchPolicy = "timeout"
     retry_delays_s: tuple[float, ...] = (1, 4, 16)
@@ -89,6 +92,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
                 "an engine that owns its blocks decides what is saved",
                 allowed=("write_through",),
             )
+        if not 0 <= self.gather_s < math.inf:
+            raise ConfigError("gather_s", self.gather_s, "seconds are not negative")
         if any(delay <= 0 for delay in self.retry_delays_s):
             raise ConfigError("retry_delays_s", self.retry_delays_s, "a delay must be positive")
 

@@ -7,8 +7,8 @@ ranks.  It is not thread-safe: one owner thread calls it, in sections (`ranks.py
 Where things are decided: walking and splitting in `tree`, what is where in `residents`, who goes in `order` and `eviction`, pins
 and failed residencies in `pins`, jobs and the wire in `jobs`, requests in `leases` and `loads`, prefetch in `fetch`, write-back
 and backup in `saving`, `cleaning` and `ahead`, how host memory grows at the start in `opening`, which store is used in `attaching`,
-what a new one lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in `waiting`.  What comes and goes is written
-down in `changes`, for those who listen.
+how it is emptied in `clearing`, what it lacks in `backlog`, blocks of the engine's own in `blocks`, waiters in `waiting`.  What
+comes and goes is written down in `changes`, for those who listen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hicache_actors.core.attaching import Attaching
 from hicache_actors.core.backlog import Backlog
 from hicache_actors.core.blocks import Blocks
 from hicache_actors.core.calls import BlockCalls, FetchCalls, OperatorCalls, RoomCalls, StoreCalls
+from hicache_actors.core.clearing import Clearing
 from hicache_actors.core.config import CoreConfig
 from hicache_actors.core.eviction import Evictor
 from hicache_actors.core.fetch import Fetches
@@ -57,6 +58,7 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
         self._saving = Saving(self.state)
         self._backlog = Backlog(self.state, self._saving)
         self._attaching = Attaching(self.state, self._backlog)
+        self._clearing = Clearing(self.state, self._backlog)
         self._opening = Opening(self.state)
         self._fetches = Fetches(self.state)
         self._rooms = Rooms(self.state)
@@ -132,7 +134,7 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
             self._rooms.grant()
         if self._waiting.stores:
             self._waiting.ask_stored()
-        self._saving.end_section()
+        self._saving.end_section(awaited=bool(self._waiting.stores or self._waiting.drains))
         self._blocks.end_section()
         self._leases.end_section()
         self._waiting.end_section()
@@ -167,8 +169,8 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has work: a retry, a wait for room that ends, or (now) the rest of a backlog, a reset, a change of
-        policy, a pool that is to grow; or None.
+        """When the agreed clock has work: a retry, a backup that gathers, a wait for room that ends, or (now) the rest of a backlog,
+        a reset, a change of policy, a pool that is to grow; or None.
         """
         if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready or self._opening.idle:
             return self.state.now_ms
@@ -212,11 +214,11 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
         return self.state.counts
 
     def cancel_waiter(self, waiter: int) -> object:
-        """Drop a waiter of `stored`, `drained` or `attach` -> its answer as of now (reason "pending" if more may come); None if
-        unknown.
+        """Drop a waiter of `stored`, `drained`, `attach` or `clear_storage` -> its answer as of now (reason "pending" if more may
+        come); None if unknown.
         """
-        answer = self._waiting.cancel(waiter)
-        return self._attaching.cancel(waiter) if answer is None else answer
+        answers = (part.cancel(waiter) for part in (self._waiting, self._attaching, self._clearing))
+        return next((answer for answer in answers if answer is not None), None)
 
     # -- the whole ----------------------------------------------------------------------------------------------------------
 

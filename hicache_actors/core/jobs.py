@@ -25,6 +25,7 @@ class Job:
     def __init__(self, phase: Phase, epoch: int) -> None:
         self.id = 0  # given by `Jobs.add`
         self.phase = phase
+        self.started = True  #: its effect has been given; nobody can answer before
         self.epoch = epoch
         self.pins: list[Pin] = []
         self.slots: Slots = b""
@@ -74,6 +75,8 @@ class Jobs:
         rows: list[int] = []
         storage_slots, storage_rows = self._table_slots // 2, self._table_rows // 2
         for job in self.open.values():
+            if not job.started:
+                continue
             if job.phase is Phase.LIMBO:
                 if len(rows) < self._table_rows and (not job.storage or storage_rows):
                     rows.append(job.id)

@@ -7,7 +7,8 @@ next of these that passes the node.  Under write_back `cleaning` asks.  Under ea
 device-only node asks for that one, and so does eviction that passes it over.
 
 A backup opens when its write-back is agreed, or under store_on = "host_evict" when `ahead` asks for it; what it could not store is
-tried again by the agreed clock.
+tried again by the agreed clock.  What only has come to the host starts a little later, as one job with what comes to it meanwhile
+(``gather_s``): each job costs the process time that running passes feel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
+_GATHERED_PAGES: Final = 256  # four batches: more gain nothing by waiting
+_GATHERED_SHARE: Final = 8  # nor may more of the host than one page in so many wait: they are pinned
 _WRITE_BACK: Final = Cause("write_back")
 
 
@@ -53,7 +56,9 @@ class Saving:
         self.state = state
         self.retries: list[Retry] = []
         self._write_back: WriteBackJob | None = None  # of the open section
-        self._backup: BackupJob | None = None
+        self._backup: BackupJob | None = None  # of the open section, or one that still gathers
+        self._gather_ms = round(state.config.gather_s * 1000)
+        self._gather_pages = min(_GATHERED_PAGES, state.config.host_pages // _GATHERED_SHARE)
         self.in_flight_pages = 0  # of open write-backs; they hold them until RELEASED
         self.backup_pages = 0  # of open backups, in the same way
         self.cleaner = Cleaner(self)
@@ -156,7 +161,7 @@ class Saving:
             for node in bad:
                 state.residents.give_up(node)
         if good and state.storage and self.ahead.stores_at_once:
-            self.want_stored(good[-1], part.tokens)
+            self.want_stored(good[-1], part.tokens, gathers=True)
         self.ahead.written(good)
 
     def not_computed(self, nodes: list[Node]) -> None:
@@ -170,31 +175,33 @@ class Saving:
 
     # -- host to storage ----------------------------------------------------------------------------------------------------
 
-    def want_stored(self, tail: Node, tokens: Tokens | None) -> int:
+    def want_stored(self, tail: Node, tokens: Tokens | None, *, gathers: bool = False) -> int:
         """Back up the path to ``tail`` from its first page that is on the host and not stored, so that no hole is left.
 
-        -> the job that saves what this section wants saved, 0 if that is nothing.
+        ``gathers``: it may wait for others.  -> the job that saves what this section wants saved, 0 if that is nothing.
         """
         run: list[Node] = []
         for node in self.state.tree.path(tail, 0):
             if node.stored in (STORED, SAVING):
-                self._back_up(run, tokens, 0)
+                self._back_up(run, tokens, 0, gathers)
                 run = []
             elif node.at[HOST].state == READY:
                 run.append(node)
             else:
                 break
-        self._back_up(run, tokens, 0)
+        self._back_up(run, tokens, 0, gathers)
         return 0 if self._backup is None else self._backup.id
 
-    def _back_up(self, run: list[Node], tokens: Tokens | None, tries: int) -> None:
+    def _back_up(self, run: list[Node], tokens: Tokens | None, tries: int, gathers: bool = False) -> None:
         if not run:
             return
         state, tree = self.state, self.state.tree
         job = self._backup
+        due_ms = state.now_ms + (self._gather_ms if gathers else 0)
         if job is None:
-            job = self._backup = BackupJob(self)
+            job = self._backup = BackupJob(self, due_ms)
             state.jobs.add(job)
+        job.due_ms = min(job.due_ms, due_ms)
         start, tail = tree.start(run[0]), run[-1]
         for node in run:
             tree.set_stored(node, SAVING)
@@ -260,11 +267,25 @@ class Saving:
 
     @property
     def next_due_ms(self) -> int | None:
-        return min((retry.due_ms for retry in self.retries), default=None)
+        due = [retry.due_ms for retry in self.retries]
+        if self._backup is not None:
+            due.append(self._backup.due_ms)
+        return min(due, default=None)
+
+    @property
+    def gathers_until_ms(self) -> int:
+        """When the backup that is being made up starts at the latest; 0: there is none."""
+        return 0 if self._backup is None else self._backup.due_ms
+
+    def hurry(self) -> None:
+        """From here on no backup waits for others."""
+        self._gather_ms = 0
+        self.end_backup()
 
     # -- section ------------------------------------------------------------------------------------------------------------
 
-    def end_section(self) -> None:
+    def end_section(self, *, awaited: bool) -> None:
+        """``awaited``: somebody waits for pages to be stored."""
         if self.state.policies.protects_dirty and not self.state.degraded:
             self.cleaner.ahead()
             if self.ahead.draining:
@@ -274,21 +295,26 @@ class Saving:
         if self._write_back is not None:
             self.state.effects.append(self._write_back.effect())
             self._write_back = None
-        self.end_backup()
+        backup = self._backup
+        if backup is not None and (
+            awaited or backup.due_ms <= self.state.now_ms or self.section_backup_pages >= self._gather_pages
+        ):
+            self.end_backup()
 
     def end_backup(self) -> None:
-        """Nothing more is added to the backup of this section."""
+        """Nothing more is added to the backup that is being made up: it starts."""
         if self._backup is not None:
             self.state.effects.append(self._backup.effect())
             self._backup = None
 
     @property
     def section_backup_pages(self) -> int:
-        """Of the backup of the open section, so far."""
+        """Of the backup that is being made up, so far."""
         return 0 if self._backup is None else sum(part.pages for part in self._backup.ranges)
 
     def forget(self) -> None:
-        """Reset: nothing is retried, and nothing that is on the host is left to be looked at."""
+        """Reset: nothing is retried or gathered, and nothing that is on the host is left to be looked at."""
+        self.end_backup()
         self.retries.clear()
         self.state.backlog.clear()
 

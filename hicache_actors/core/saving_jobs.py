@@ -79,18 +79,20 @@ class WriteBackJob(SavingJob):
 
 
 class BackupJob(SavingJob):
-    """Pins, for each range: host source [start, end)."""
+    """Pins, for each range: host source [start, end).  ``due_ms``: when it starts at the latest."""
 
     kind = "backup"
     place = HOST
     storage = True
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Saving, due_ms: int) -> None:
         super().__init__(saving)
+        self.due_ms, self.started = due_ms, False
         self.paths: list[Path] = []
         self.storage_epoch = saving.state.storage_epoch
 
     def effect(self) -> StartBackup:
+        self.started = True
         return StartBackup(self.id, b"".join(self.sources), tuple(self.paths))
 
     def settle(self, part: Range, good: list[Node], bad: list[Node]) -> None:

@@ -60,6 +60,7 @@ class Note(enum.IntEnum):
     WEIGHTS = 22
     ATTACH = 21
     OPEN = 23
+    CLEAR = 24
     LOOKUP = 30
     SAVE = 31
     FINISH = 32

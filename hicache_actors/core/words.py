@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
     LIMBO = 2  #: RESULT is agreed; copies or reads may still touch its slots
 
 
-JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain", "attach", "open"]
+JobKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup", "drain", "attach", "clear", "open"]
 Failure: TypeAlias = Literal["load_failed", "twin_failed", "reset", "degraded"]
 
 
@@ -53,17 +53,17 @@ def unpack_slots(slots: Slots) -> list[int]:
 
 
 NotOpened: TypeAlias = Literal["refused", "failed", "late", "stopped"]
-"""Why a rank has no store ready: its settings or the URL do not fit; the store failed; it has not opened in time; nobody wants it
-any more."""
+"""Why a rank has no store ready, or has not cleared it: its settings, the URL or the store do not fit; the store failed; it has not
+ended in time; nobody wants it any more."""
 
 OPENED: Final = 1 << 32
-"""RESULT of an attach on a rank whose store is ready; each `not_opened` is less, so MIN takes the first rank that has none."""
+"""RESULT of an attach or clear on a rank that has done it; each `not_opened` is less, so MIN takes the first rank that has not."""
 
 _NOT_OPENED: Final[tuple[NotOpened, ...]] = get_args(NotOpened)
 
 
 def not_opened(rank: int, why: NotOpened) -> int:
-    """RESULT of an attach on rank ``rank``, whose store is not ready.  0 is left to ranks that give up all they have open."""
+    """RESULT of an attach or clear on rank ``rank``, which has not done it.  0 is left to ranks that give up all they have open."""
     return 1 + rank * len(_NOT_OPENED) + _NOT_OPENED.index(why)
 
 
@@ -165,6 +165,24 @@ def attached(value: int) -> Attached:
         return Attached("given_up")
     rank, why = divmod(value - 1, len(_NOT_OPENED))
     return Attached(_NOT_OPENED[why], rank)
+
+
+class Cleared(msgspec.Struct, frozen=True):
+    """What became of a clear: ``refused`` is None if all ranks have removed what they had stored; else some of it may be there
+    still.  In either case nothing counts as stored any more, but for "no_storage" and "degraded".
+
+    ``rank``: the first one that has not, if it has said so.  "given_up": a rank whose cache is failing.  ``job``: 0 if it is over.
+    """
+
+    refused: NotOpened | Literal["given_up", "degraded", "no_storage"] | None = None
+    rank: int | None = None
+    job: int = 0
+
+
+def cleared(value: int, job: int) -> Cleared:
+    """An agreed RESULT of a clear, which is that of an attach."""
+    outcome = attached(value)
+    return Cleared(outcome.refused, outcome.rank, job)
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -288,6 +306,13 @@ class StartAttach(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
+class StartClear(msgspec.Struct, frozen=True):
+    """Remove what this rank has stored, as far as ``deadline_s`` allows; RESULT is `OPENED` or `not_opened`."""
+
+    job: int
+    deadline_s: float
+
+
 class StartOpen(msgspec.Struct, frozen=True):
     """Make the memory of host slots [first_page, first_page + pages) ready; RESULT is ``pages``, or 0 if it cannot be."""
 
@@ -326,6 +351,7 @@ Effect: TypeAlias = (
     | Forget
     | Wake
     | StartAttach
+    | StartClear
     | StartOpen
     | UseStorage
     | UseWeights

@@ -60,6 +60,7 @@ class TwinOptions(msgspec.Struct, frozen=True):
             write_policy=self.write_policy or SWITCHED_POLICIES[self.seed // 3 % len(SWITCHED_POLICIES)],
             eviction=self.eviction or EVICTIONS[self.seed % len(EVICTIONS)],
             store_on=self.store_on,
+            gather_s=(0, 0.05)[self.seed % 2],
             retry_delays_s=(0.2, 0.4, 0.8),
             table_slots=self.table_slots,
             table_rows=self.table_rows,

@@ -56,9 +56,17 @@ class CoreMachine(RuleBasedStateMachine):
         write_policy=st.sampled_from(POLICIES),
         eviction=st.sampled_from(EVICTIONS),
         store_on=st.sampled_from(STORE_ON),
+        gather_s=st.sampled_from([0.0, 0.05, 2.0]),
     )
     def open(
-        self, device: int, host: int, policy: str, write_policy: WritePolicy, eviction: Eviction, store_on: StoreOn
+        self,
+        device: int,
+        host: int,
+        policy: str,
+        write_policy: WritePolicy,
+        eviction: Eviction,
+        store_on: StoreOn,
+        gather_s: float,
     ) -> None:
         self.core = make(
             device,
@@ -67,6 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
             write_policy=write_policy,
             eviction=eviction,
             store_on=store_on,
+            gather_s=gather_s,
             retry_delays_s=(1, 4),
             table_slots=8,
             table_rows=8,
@@ -87,6 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(200):
             if not self.core.needs_step:
                 break
+            self.clock(2)
             self.round(lambda n: n, lambda n: (n, True), everything=True)
         assert not self.core.needs_step
         self.core.reset()

@@ -106,6 +106,8 @@ REFUSALS: list[tuple[str, object, str, str]] = [
     ("storage.breaker_max_delay_s", 0.5, "breaker_delay_s or more", "raise"),
     ("storage.store_on", "evict", "'publish', 'host_evict'", "did you mean 'host_evict'?"),
     ("storage.store_water_mark", 75, "a share of the host pool, from 0 to 1", "0.25"),
+    ("storage.gather_s", 2, "0 to 1.0 seconds", "use the default"),
+    ("storage.gather_s", -1, "0 or more seconds", "use 0 or a positive number"),
     ("storage.keys", "prefix", "'suffix', 'unified', 'raw'", "use 'suffix'"),
     ("storage.tp_lcm_size", 8, "keys = 'unified'", "storage.keys = 'unified'"),
     ("storage.tp_lcm_size", 0, "1 or more", "at least 1"),
