@@ -15,11 +15,12 @@ and with ``changes=True``, for networks where only operators can reach it:
 | POST drain | {"deadline_s": 10}: writes what is to be written -> the pages that are left |
 | PUT storage | {"url": "file:///var/cache/kv", "deadline_s": 10}: uses this store from here on |
 | DELETE storage | {"deadline_s": 10}: uses no store from here on -> the calls that hang |
+| POST storage/clear | {"deadline_s": 60}: removes what this deployment has stored -> the objects that this rank has removed |
 | PUT policy | {"write_policy": "write_back", "eviction": "lfu", "store_on": "publish"}, or some of them |
 | POST epoch | {"weights": "step-1200"}: the model has other weights from here on |
 
 Errors are {"error": text}: 400 for what the caller got wrong, 409 for what is refused now, 501 for a missing extra, 502 for a store
-that fails, 503 for a cache that is closed, or whose engine makes no steps.
+that fails, 503 for a cache that is closed, or whose engine makes no steps: what was asked for is then done in its next one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import anyio.to_thread
 import msgspec
 
 from hicache_actors.cache.api import HiCache
+from hicache_actors.core import PolicyRefused
 from hicache_actors.errors import BackendError, ConfigError, MissingExtraError, StoppedError, UsageError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import Scope
@@ -64,6 +66,10 @@ class _Explain(msgspec.Struct):
 
 class _Limit(msgspec.Struct, forbid_unknown_fields=True):
     deadline_s: float = 10.0
+
+
+class _Clear(msgspec.Struct, forbid_unknown_fields=True):
+    deadline_s: float = 60.0
 
 
 class _Storage(_Limit, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +106,7 @@ class CacheEndpoints:
                 "/reset": {"POST": self._reset},
                 "/drain": {"POST": self._drain},
                 "/storage": {"PUT": self._attach, "DELETE": self._detach},
+                "/storage/clear": {"POST": self._clear},
                 "/policy": {"PUT": self._policy},
                 "/epoch": {"POST": self._epoch},
             }
@@ -146,7 +153,7 @@ class CacheEndpoints:
         return _json({"text": str(explanation), "explanation": explanation})
 
     async def _reset(self, body: bytes) -> _Answer:
-        await self._cache.reset()
+        await self._decided(self._cache.reset())
         return _json({})
 
     async def _drain(self, body: bytes) -> _Answer:
@@ -160,24 +167,36 @@ class CacheEndpoints:
     async def _detach(self, body: bytes) -> _Answer:
         return _json({"hanging_calls": await self._cache.detach_storage(_read(body, _Limit).deadline_s)})
 
+    async def _clear(self, body: bytes) -> _Answer:
+        return _json({"objects": await self._cache.clear_storage(_read(body, _Clear).deadline_s)})
+
     async def _policy(self, body: bytes) -> _Answer:
-        asked = _read(body, _Policy)
-        if asked.write_policy is not None:
-            refused = await self._cache.set_write_policy(asked.write_policy)
+        asked, changed = _read(body, _Policy), list[str]()
+        changes: dict[str, Callable[[Any], Awaitable[PolicyRefused | None]]] = {
+            "write_policy": self._cache.set_write_policy,
+            "eviction": self._cache.set_eviction,
+            "store_on": self._cache.set_store_on,
+        }
+        for name, change in changes.items():
+            value = getattr(asked, name)
+            if value is None:
+                continue
+            refused = await self._decided(change(value))
             if refused is not None:
-                return _error(409, f"write_policy: {refused.reason}")
-        if asked.eviction is not None:
-            refused = await self._cache.set_eviction(asked.eviction)
-            if refused is not None:
-                return _error(409, f"eviction: {refused.reason}")
-        if asked.store_on is not None:
-            refused = await self._cache.set_store_on(asked.store_on)
-            if refused is not None:
-                return _error(409, f"store_on: {refused.reason}")
+                before = f"; changed before: {', '.join(changed)}" if changed else ""
+                return _error(409, f"{name}: {refused.reason}{before}")
+            changed.append(name)
         return _json({})
 
     async def _epoch(self, body: bytes) -> _Answer:
-        return _json({"weights": await self._cache.advance_epoch(_read(body, _Epoch).weights)})
+        return _json({"weights": await self._decided(self._cache.advance_epoch(_read(body, _Epoch).weights))})
+
+    async def _decided(self, change: Awaitable[T]) -> T:
+        """What comes of a decision that the next section makes."""
+        try:
+            return await asyncio.wait_for(change, STEP_S)
+        except TimeoutError:
+            raise StoppedError(f"the engine has made no step for {STEP_S} s; it is done in the next one") from None
 
     async def _in_section(self, look: Callable[[], T]) -> T:
         """``look`` on the thread that owns the decisions, while none is being made."""

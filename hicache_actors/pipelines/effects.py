@@ -19,6 +19,7 @@ from hicache_actors.core.words import (
     Settled,
     StartAttach,
     StartBackup,
+    StartClear,
     StartDrain,
     StartLoad,
     StartOpen,
@@ -32,6 +33,7 @@ from hicache_actors.core.words import (
 from hicache_actors.errors import HiCacheError, StoppedError
 from hicache_actors.pipelines.attach import attach
 from hicache_actors.pipelines.backup import backup
+from hicache_actors.pipelines.clear import clear
 from hicache_actors.pipelines.job import OpenJob, run_job
 from hicache_actors.pipelines.load import load
 from hicache_actors.pipelines.movers import Movers
@@ -44,7 +46,7 @@ from hicache_actors.tiers.storage import Store
 from hicache_actors.transfer.completions import fired
 
 T = TypeVar("T")
-S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartAttach, StartOpen)
+S = TypeVar("S", StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartAttach, StartClear, StartOpen)
 
 
 class Pipelines:
@@ -165,6 +167,8 @@ class Pipelines:
                     self._wake(effect)
                 case StartAttach():
                     self._spawn("attach", attach, effect)
+                case StartClear():
+                    self._spawn_at_store(clear, effect)
                 case StartOpen():
                     self._spawn("open", open_memory, effect)
                 case Changed():

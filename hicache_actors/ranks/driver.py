@@ -15,6 +15,7 @@ from hicache_actors.core.words import (
     Forget,
     StartAttach,
     StartBackup,
+    StartClear,
     StartDrain,
     StartLoad,
     StartOpen,
@@ -32,7 +33,7 @@ T = TypeVar("T")
 Intent: TypeAlias = Callable[[Any], object]
 """Called with Core inside a section; it must not raise."""
 
-_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain, StartAttach, StartOpen)
+_STARTS: Final = (StartPrefetch, StartLoad, StartWriteBack, StartBackup, StartDrain, StartAttach, StartClear, StartOpen)
 
 
 class Replica(Protocol):

@@ -78,6 +78,14 @@ class AskAttach(Told, frozen=True):
         asked[self.number] = core.attach(self.number, self.url, self.deadline_s)
 
 
+class AskClear(Told, frozen=True):
+    number: int
+    deadline_s: float
+
+    def run(self, core: Core, asked: Asked) -> None:
+        asked[self.number] = core.clear_storage(self.deadline_s)
+
+
 class Detach(Told, frozen=True):
     """What has begun at the store may end for ``deadline_s``, on each rank."""
 
@@ -180,6 +188,7 @@ AnyTold: TypeAlias = (
     | AskDrained
     | AskRoom
     | AskAttach
+    | AskClear
     | Detach
     | LeaveRoom
     | TakeBack

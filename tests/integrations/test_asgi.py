@@ -88,7 +88,11 @@ async def test_operators_change_it() -> None:
         assert (await call(app, "POST", "/drain", {"deadline_s": 5}))[:2] == (200, {"pages_left": 0})
         assert (await call(app, "PUT", "/policy", {"write_policy": "write_back", "eviction": "lfu"}))[0] == 200
         assert (cache.core.state.policies.write, cache.core.state.policies.eviction.name) == ("write_back", "lfu")
+        await cache.drain(5.0)
+        assert (await call(app, "POST", "/storage/clear", {"deadline_s": 5}))[:2] == (200, {"objects": 3})
         assert (await call(app, "DELETE", "/storage"))[:2] == (200, {"hanging_calls": 0})
+        status, answer, _ = await call(app, "POST", "/storage/clear")
+        assert (status, answer) == (400, {"error": "clear_storage: no storage is attached"})
         assert cache.movers.storage.store is None
         assert (await call(app, "PUT", "/storage", {"url": "memory://asgi"}))[0] == 200
         assert small.store.url == "memory://asgi"
@@ -129,7 +133,30 @@ async def test_a_refusal_for_now_is_a_conflict() -> None:
         await small.engine.answer(prompt(3))
         status, answer, _ = await call(app, "PUT", "/policy", {"write_policy": "write_through"})
         assert (status, answer) == (409, {"error": "write_policy: dirty_pages"})
+        small.cache.core.state.degraded = True
+        change = {"write_policy": "write_back", "eviction": "mru"}
+        status, answer, _ = await call(app, "PUT", "/policy", change)
+        assert (status, answer) == (409, {"error": "eviction: degraded; changed before: write_policy"})
+        small.cache.core.state.degraded = False
         await small.cache.drain(5.0)
+
+
+async def test_a_change_that_no_step_makes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_actors.integrations.endpoints.STEP_S", 0.05)
+    async with open_small(driver="step") as small:
+        cache, app = small.cache, CacheEndpoints(small.cache, changes=True)
+        changes = [
+            ("POST", "/reset", {}),
+            ("PUT", "/policy", {"eviction": "mru"}),
+            ("POST", "/epoch", {"weights": "v2"}),
+        ]
+        for method, path, body in changes:
+            status, answer, _ = await call(app, method, path, body)
+            assert status == 503
+            assert "it is done in the next one" in answer["error"]
+        await cache.begin_step_async()
+        cache.end_step()
+        assert cache.core.state.policies.eviction.name == "mru"
 
 
 async def test_a_body_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Stores that are attached, replaced and detached on simulated ranks: on all of them in the same step, or on none.
+"""Stores that are attached, replaced, emptied and detached on simulated ranks: on all of them in the same step, or on none.
 
 That the ranks agree after every step, the store in use included, is the harness's to check.
 """
@@ -25,7 +25,7 @@ def random_runs(ranks: int, steps: int, first: int, seeds: int) -> Counter[str]:
 
 def test_an_operator_beside_requests() -> None:
     total = random_runs(4, 30, 0, 12)
-    assert all(total[f"store {what}"] for what in ("attached", "detached", "refused")), total
+    assert all(total[f"store {what}"] for what in ("attached", "detached", "cleared", "refused")), total
     assert total["storage"], "and what was stored is served"
 
 
@@ -129,6 +129,55 @@ def test_detached_on_all_ranks_in_one_step_and_attached_again() -> None:
     harness = directed.run()
     assert directed.answers == ["detached", "attached"]
     assert [rank.cache.core.state.storage_epoch for rank in harness.ranks] == [2, 2]
+
+
+class Clearing(Directed):
+    """Emptied again and again, with what each rank's store had before."""
+
+    async def operate(self, leader: SimRank) -> None:
+        for _ in range(6):
+            await anyio.sleep(0.2)
+            try:
+                self.answers.append(str(await leader.cache.clear_storage(1.0) > 0))
+            except BackendError as error:
+                self.answers.append(str(error))
+
+
+def test_emptied_on_all_ranks_and_filled_again() -> None:
+    directed = Clearing()
+    harness = directed.run()
+    assert len(directed.answers) == 6
+    assert "True" in directed.answers
+    epochs = [rank.cache.core.state.storage_epoch for rank in harness.ranks]
+    assert epochs == [6, 6]
+    assert all(rank.objects._objects for rank in harness.ranks), "it goes on being used"
+
+
+def test_a_store_that_is_not_emptied_on_one_rank_is_told_of_and_counts_for_nothing() -> None:
+    class Failing(Clearing):
+        async def operate(self, leader: SimRank) -> None:
+            async def fail(keys: object) -> int:
+                raise BackendError("planted")
+
+            self.harness.ranks[1].store.delete = fail  # type: ignore[method-assign, assignment]
+            await super().operate(leader)
+
+    directed = Failing()
+    harness = directed.run()
+    assert any("the store has failed on rank 1" in answer for answer in directed.answers)
+    assert [rank.cache.core.state.storage_epoch for rank in harness.ranks] == [6, 6]
+
+
+def test_only_the_leader_empties() -> None:
+    class Refused(Directed):
+        async def operate(self, leader: SimRank) -> None:
+            with pytest.raises(UsageError, match="the leader's"):
+                await self.harness.ranks[1].cache.clear_storage()
+            self.answers.append("refused")
+
+    directed = Refused()
+    directed.run()
+    assert directed.answers == ["refused"]
 
 
 @pytest.mark.parametrize("trouble", ["crash", "cut"])

@@ -144,14 +144,17 @@ class SimRank:
         return core.log_digest, self.cache.needs_step, core.usage(), self.engine.trace[-1], store and store.url
 
     async def operate(self) -> None:
-        """The leader's: attach, replace and detach stores, until it is cancelled or the cache is closed."""
+        """The leader's: attach, replace, empty and detach stores, until it is cancelled or the cache is closed."""
         draw, stats = self.local, self.engine.stats
         while True:
             await anyio.sleep(draw.expovariate(1 / 0.3))
             try:
-                if draw.random() < 0.25:
+                chance = draw.random()
+                if chance < 0.2:
                     await self.cache.detach_storage(draw.uniform(0.05, 1.0))
                     stats["store detached"] += 1
+                elif chance < 0.5:
+                    await self._clear(draw.choice((0.1, 1.0)))
                 else:
                     url = f"memory://{draw.randrange(3)}"
                     await self.cache.attach_storage(url, deadline_s=draw.choice((0.1, 1.0)))
@@ -160,6 +163,11 @@ class SimRank:
                 stats["store refused"] += 1
             except StoppedError:
                 return
+
+    async def _clear(self, deadline_s: float) -> None:
+        if self.cache.movers.storage.store is not None:
+            await self.cache.clear_storage(deadline_s)
+            self.engine.stats["store cleared"] += 1
 
     async def _begin(self) -> None:
         if self.options.operator:

@@ -22,7 +22,7 @@ from hicache_actors.tiers.storage.words import CallBegun, CallFailed, CallRefuse
 
 T = TypeVar("T")
 R = TypeVar("R")
-_UNJUDGED: Final = ("quarantine", "list")  #: a store that cannot put objects away, or list them, may serve all the same
+_UNJUDGED: Final = ("quarantine", "delete", "list")  #: who cannot remove objects, or list them, may serve all the same
 
 
 class Calls:

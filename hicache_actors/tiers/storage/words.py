@@ -13,7 +13,7 @@ from hicache_actors.runtime.breaker import BreakerSnapshot
 Direction: TypeAlias = Literal["query", "read", "write"]
 """Calls of one direction share a queue, limits, threads and a breaker.  ``query``: lookups, and all that moves no pages."""
 
-CallKind: TypeAlias = Literal["query", "read", "seal", "write", "quarantine", "list", "scrub"]
+CallKind: TypeAlias = Literal["query", "read", "seal", "write", "quarantine", "delete", "list", "scrub"]
 
 DIRECTIONS: Final[tuple[Direction, ...]] = ("query", "read", "write")
 
