@@ -169,8 +169,8 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the agreed clock has work: a retry, a backup that gathers, a wait for room that ends, or (now) the rest of a backlog,
-        a reset, a change of policy, a pool that is to grow; or None.
+        """When the agreed clock has work: a retry, a backup that gathers, a wait for room that ends, or (now) the rest of a
+        backlog, a reset, a change of policy, a pool that is to grow; or None.
         """
         if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready or self._opening.idle:
             return self.state.now_ms
