@@ -15,7 +15,7 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -32,7 +32,13 @@ from hicache_actors.masking import masked
 from hicache_actors.memory.layout import SlotLayout
 
 SIZES: Final = {"pages_1m": (1 << 20, 128), "pages_64k": (64 << 10, 512)}
-RATIOS: Final = {"plain loop": "ratio", "batched loop": "batched_ratio", "peer": "peer_ratio", "fio": "fio_ratio"}
+RATIOS: Final = {
+    "plain loop": "ratio",
+    "batched loop": "batched_ratio",
+    "peer": "peer_ratio",
+    "fio": "fio_ratio",
+    "file": "file_ratio",
+}
 READERS: Final = 4
 WRITERS: Final = 2
 DELAY_PAGES: Final = 4
@@ -101,7 +107,7 @@ async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, folders: Exit
     write_s: dict[str, list[float]] = {}
     read_s: dict[str, list[float]] = {}
     ours_cpu_s: list[float] = []
-    async with _movers(rig, pages, folders) as movers:
+    async with _movers(rig, pages, page_bytes, folders) as movers:
         labels = list(movers)
         for number in range(rounds + 1):
             for at in range(len(labels)):
@@ -128,7 +134,7 @@ async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, folders: Exit
 
 
 @asynccontextmanager
-async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[dict[str, Mover]]:
+async def _movers(rig: Rig, pages: Pages, page_bytes: int, folders: ExitStack) -> AsyncIterator[dict[str, Mover]]:
     """The pipelines and what they are compared with, by label; ``folders`` gets what is to be removed.
 
     Files stay until the end of all sizes: a file system that has just lost many files may be slow at making new ones.
@@ -137,12 +143,21 @@ async def _movers(rig: Rig, pages: Pages, folders: ExitStack) -> AsyncIterator[d
     root = _option(rig, "root")
     if root is None:
         movers["plain loop"] = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
-        program = fio_program() if _option(rig, "kind") == "slab" else None
-        with ExitStack() as stack:
-            if program is not None:
-                fio = FioLoop(program, Path(_option(rig, "folder")), pages.count, pages.page_bytes)
-                stack.callback(fio.close)
-                movers["fio"] = fio
+        async with AsyncExitStack() as stack:
+            if _option(rig, "kind") == "slab":
+                store = _option(rig, "folder")
+                os.makedirs(store, exist_ok=True)
+                program = fio_program()
+                if program is not None:
+                    fio = FioLoop(program, Path(store), pages.count, pages.page_bytes)
+                    stack.callback(fio.close)
+                    movers["fio"] = fio
+                files = folders.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=store))
+                beside = open_rig(
+                    f"file://{files}", page_bytes=page_bytes, pages=rig.pages, read_concurrency=READERS,
+                    write_concurrency=WRITERS,
+                )  # fmt: skip
+                movers["file"] = Ours(await stack.enter_async_context(beside))
             yield movers
         return
     with ExitStack() as stack:

@@ -47,6 +47,7 @@ jobs.
     peer_ratio_*             against one thread with an open, a write or read and a copy per page, as the file backends of
                              other caches do it (from a source tree only: benchmarks/peers)
     fio_*_gb_s, fio_ratio_*  for slab://, where fio is installed: the disk itself, past the page cache, four processes
+    file_ratio_*             for slab://: against the same pipelines over file://, in a folder on the same disk
     read_cold_gb_s           of a store on this disk, when the page cache has nothing of it
     core_s_per_gb            processor time of this process for a gigabyte, written and read, checksums included
   waiter_delay_us            from the last byte of a fetch until the coroutine that waits for it runs
@@ -55,8 +56,8 @@ jobs.
 Ratios are of speeds, medians of pairs in one round.  Other reads than the cold ones come from the page cache, where the store
 uses it: they time the library, not the disk.  A store whose slots have one length is given a folder for each size.
 Other processes disturb both halves of a pair, so trust the ratios, and repeat on a quiet machine.  Takes about half a minute
-and 4 GB of the store, which are given back at the end.  A file system that has lost many files in the last minutes may make new
-ones a hundred times more slowly (ext4 without a journal): then wait, or give a folder elsewhere.
+and 4 GB of the store (6 for slab://), which are given back at the end.  A file system that has lost many files in the last
+minutes may make new ones a hundred times more slowly (ext4 without a journal): then wait, or give a folder elsewhere.
 """
 
 _SERVING: Final = """\

@@ -23,6 +23,7 @@ from hicache_actors.memory.shapes import KVShape
 
 TINY: Mapping[str, tuple[int, int]] = {"pages_1m": (1 << 20, 3), "pages_64k": (64 << 10, 6)}
 OF_A_SIZE = ["write_gb_s", "read_gb_s", "ratio_write", "ratio_read", "core_s_per_gb"]
+OF_FILES = ["file_ratio_write", "file_ratio_read"]
 OF_FIO = ["fio_write_gb_s", "fio_read_gb_s", "fio_ratio_write", "fio_ratio_read"]
 OF_A_DISK = ["batched_ratio_write", "batched_ratio_read", "peer_ratio_write", "peer_ratio_read", "read_cold_gb_s"]
 
@@ -48,7 +49,7 @@ async def test_storage_on_a_disk(tmp_path: Path) -> None:
 async def test_storage_in_a_slab_beside_fio_where_that_is_installed(tmp_path: Path) -> None:
     figures = await measure_storage(f"slab://{tmp_path}/store?gb=0.03", TINY, 2, 3, quiet=True)
     for size in TINY:
-        names = [*OF_A_SIZE, "read_cold_gb_s"] + (OF_FIO if fio_program() else [])
+        names = [*OF_A_SIZE, "read_cold_gb_s", *OF_FILES] + (OF_FIO if fio_program() else [])
         assert {name for name in check(figures) if name.startswith(size)} == {f"{size}.{each}" for each in names}
     assert [path.name for path in (tmp_path / "store").rglob("*") if "fio" in path.name] == []
 
