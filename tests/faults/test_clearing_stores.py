@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import anyio
 import msgspec
@@ -179,9 +178,9 @@ async def test_what_cannot_be_cleared_says_what_can_be_done() -> None:
 
 async def test_a_listing_that_fails_is_no_empty_store() -> None:
     class Broken(MemoryBackend):
-        async def keys(self) -> NoReturn:  # type: ignore[override]
+        async def keys(self) -> AsyncIterator[str]:
+            yield "the first"
             raise BackendError("planted")
-            yield
 
     async with open_small(backend=Broken()) as small:
         with pytest.raises(BackendError, match="the store has failed"):

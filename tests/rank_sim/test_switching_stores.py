@@ -159,7 +159,7 @@ def test_a_store_that_is_not_emptied_on_one_rank_is_told_of_and_counts_for_nothi
             async def fail(keys: object) -> int:
                 raise BackendError("planted")
 
-            self.harness.ranks[1].store.delete = fail  # type: ignore[method-assign, assignment]
+            self.harness.ranks[1].store.delete = fail  # type: ignore[method-assign]
             await super().operate(leader)
 
     directed = Failing()
