@@ -27,8 +27,8 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """L3: a backend behind a URL, and when to read it."""
 
     url: str | None = None
-    """Where pages are stored: 'memory://name', 'file:///folder', or a scheme that a plug-in registers.  Default: no
-    storage."""
+    """Where pages are stored: 'file:///folder', 'slab:///folder?gb=200', 'redis://host', or another of docs/stores.md.  Several
+    URLs with spaces between are layers, the nearest first.  Default: no storage."""
 
     keys: Keys = "suffix"
     """How objects are named, and so with whom they are shared.  'suffix': one object a page and rank, for deployments that

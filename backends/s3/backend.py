@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class S3Backend(Backend):
                     FIELD, self.url, "there is no such bucket",
                     fix=f"make the bucket {bucket.name!r}, or correct its name",
                 ) from error  # fmt: skip
-            raise BackendError(f"{self.url}: {_first_line(error)}") from error
+            raise BackendError(f"{self.url}: {_first_line(error)}{_keys_missing()}") from error
 
     async def exists(self, keys: Sequence[str]) -> int:
         async def there(key: str) -> bool:
@@ -202,6 +203,12 @@ def _obstore() -> tuple[Any, Any]:
         return import_module("obstore"), import_module("obstore.exceptions")
     except ModuleNotFoundError as error:
         raise MissingExtraError("obstore", "s3") from error
+
+
+def _keys_missing() -> str:
+    """Without keys of its own obstore asks the machine's role for some, at an address that says nothing to people."""
+    missing = [name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not os.environ.get(name)]
+    return f" ({' and '.join(missing)} not set: keys were asked of this machine's role)" if missing else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -102,6 +102,14 @@ async def test_a_prefix_is_a_store_of_its_own(server: Server) -> None:
     assert await inner.exists(["k0", "k1"]) == 2
 
 
+async def test_keys_that_are_not_set_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
+    backend = S3Backend("s3://hicache?endpoint=http://127.0.0.1:1&region=us-east-1&retries=0&timeout_s=0.5")
+    with pytest.raises(BackendError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY not set"):
+        await backend.open()
+
+
 async def test_nobody_is_there() -> None:
     with pytest.raises(BackendError):
         await S3Backend("s3://hicache?endpoint=http://127.0.0.1:1&region=us-east-1&retries=0").open()
