@@ -143,21 +143,21 @@ async def _movers(rig: Rig, pages: Pages, page_bytes: int, folders: ExitStack) -
     root = _option(rig, "root")
     if root is None:
         movers["plain loop"] = BackendLoop(rig.backend, pages, readers=READERS, writers=WRITERS)
-        async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as opened:
             if _option(rig, "kind") == "slab":
                 store = _option(rig, "folder")
                 os.makedirs(store, exist_ok=True)
                 program = fio_program()
                 if program is not None:
                     fio = FioLoop(program, Path(store), pages.count, pages.page_bytes)
-                    stack.callback(fio.close)
+                    opened.callback(fio.close)
                     movers["fio"] = fio
                 files = folders.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=store))
                 beside = open_rig(
                     f"file://{files}", page_bytes=page_bytes, pages=rig.pages, read_concurrency=READERS,
                     write_concurrency=WRITERS,
                 )  # fmt: skip
-                movers["file"] = Ours(await stack.enter_async_context(beside))
+                movers["file"] = Ours(await opened.enter_async_context(beside))
             yield movers
         return
     with ExitStack() as stack:
