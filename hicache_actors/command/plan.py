@@ -23,6 +23,7 @@ from hicache_actors.masking import masked
 from hicache_actors.memory.budget import HostBudget, host_budget, host_memory_scope, host_pages
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.limits import MemoryLimit
+from hicache_actors.memory.places import place_of
 from hicache_actors.memory.report import SizingReport, sizing_report
 from hicache_actors.memory.shapes import KVShape
 from hicache_actors.memory.staging import StagingSize, staging_size, take_staging
@@ -342,13 +343,16 @@ def _host(
 
 
 def _storage(config: Config, disk_gb: float | None, read_gb_s: float | None, owners: int) -> StorageFacts | None:
-    if disk_gb is None and config.storage.url is None:
+    url = config.storage.url
+    if disk_gb is None and url is None:
         return None
+    place = None if url is None or len(url.split()) > 1 else place_of(url)
     return StorageFacts(
-        masked(config.storage.url or "the disk"),
+        masked(url or "the disk"),
         None if disk_gb is None else int(disk_gb * 1e9),
         read_bytes_s=None if read_gb_s is None else read_gb_s * 1e9,
         ranks=owners,
+        cap_bytes=None if place is None else place.cap_bytes,
     )
 
 

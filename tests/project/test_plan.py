@@ -295,6 +295,16 @@ def test_what_is_no_context_is_explained(capsys: pytest.CaptureFixture[str]) -> 
         assert f"{wrong!r} is no count of tokens; write e.g. 8192, 32K or 1M" in capsys.readouterr().err
 
 
+def test_the_size_of_a_store_is_what_its_url_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[model]\nmodel_id = "m"\nweights = "1"\n[storage]\nurl = "slab:///none?gb=100"\n')
+    answer = run_json(*BIG, "--config", str(file), capsys=capsys)
+    assert answer["tiers"]["storage"]["pages"] == 100 * 10**9 // answer["slot_bytes"]
+    answer = run_json(*BIG, "--config", str(file), "--disk-gb", "50", capsys=capsys)
+    assert answer["tiers"]["storage"]["pages"] == 50 * 10**9 // answer["slot_bytes"]
+    assert "storage_over_disk" in {trap["code"] for trap in answer["traps"]}
+
+
 def test_a_latent_has_no_heads(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["plan", "--layers", "61", "--mla", "--head-dim", "576"]
     assert cli.main([*shape, "--kv-heads", "4"]) == 2
