@@ -11,7 +11,7 @@ from hicache_actors.backends.backend import Backend, BackendFactory
 from hicache_actors.backends.layers import LayeredBackend
 from hicache_actors.backends.layers.options import names_layers
 from hicache_actors.backends.urls import FIELD
-from hicache_actors.errors import ConfigError
+from hicache_actors.errors import ConfigError, HiCacheError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -50,7 +50,16 @@ def open_backend(url: str, workers: Workers) -> Backend:
             FIELD, url, "not a URL", allowed=[f"{scheme}://..." for scheme in known_schemes()],
             fix="for a folder write file:///absolute/path",
         )  # fmt: skip
-    backend = _factory(url, match[1])(url, workers)
+    factory = _factory(url, match[1])
+    try:
+        backend = factory(url, workers)
+    except HiCacheError:
+        raise
+    except Exception as error:  # of a class that somebody else has written
+        raise ConfigError(
+            FIELD, url, f"its store cannot be made: {type(error).__name__}: {error}", allowed="what the class takes",
+            fix="correct the URL, or the class: it is called with the URL and the threads",
+        ) from error  # fmt: skip
     if not isinstance(backend, Backend):
         raise ConfigError(
             FIELD, url, f"the factory of scheme {match[1]!r} returned a {type(backend).__name__}",
@@ -82,7 +91,7 @@ def _factory(url: str, scheme: str) -> BackendFactory:
         )  # fmt: skip
     try:
         loaded: BackendFactory = points[0].load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever its module raises
         raise ConfigError(
             FIELD, url, f"scheme {scheme!r} is registered as {points[0].value}, which cannot be imported: {error}",
             allowed=known_schemes(), fix="install what it needs, or uninstall it",

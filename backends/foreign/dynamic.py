@@ -30,12 +30,15 @@ def named_by(url: str, scheme: str) -> Named:
     if parts.scheme != scheme or not _MODULE.fullmatch(parts.netloc) or not _CLASS.fullmatch(parts.path):
         raise ConfigError(FIELD, url, "names no class", allowed=form)
     try:
-        found = getattr(import_module(parts.netloc), parts.path[1:])
-    except ImportError as error:
+        module = import_module(parts.netloc)
+    except Exception as error:  # whatever it raises while it is imported
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            FIELD, url, f"{parts.netloc} cannot be imported: {error}", allowed=form,
+            FIELD, url, f"{parts.netloc} cannot be imported: {what}", allowed=form,
             fix="install it, or put its folder on PYTHONPATH",
         ) from error  # fmt: skip
+    try:
+        found = getattr(module, parts.path[1:])
     except AttributeError as error:
         raise ConfigError(FIELD, url, str(error), allowed=form, fix="correct the name of the class") from error
     return Named(found, dict(parse_qsl(parts.query, keep_blank_values=True)))

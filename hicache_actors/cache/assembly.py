@@ -128,7 +128,11 @@ class Parts:
     def check_room_for_objects(self) -> None:
         """Say it if the store that is used takes nothing of ours: such a cache works, and stores nothing for ever."""
         store, object_bytes = self.storage_tier.store, self.memory.layout.longest_object_bytes
-        longest_bytes = None if store is None else store.backend.longest_bytes()
+        try:
+            longest_bytes = None if store is None else store.backend.longest_bytes()
+        except Exception as error:  # of a store that somebody else has written
+            self.log.warning("backend_bug", call="longest_bytes", exc_info=error)
+            return
         if store is not None and longest_bytes and longest_bytes < object_bytes:
             self.log.warning(
                 "storage_objects_too_long",

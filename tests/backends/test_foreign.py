@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -174,10 +175,21 @@ class Own(MemoryBackend):
         self.url = url
 
 
+class Fragile(MemoryBackend):
+    def __init__(self, url: str, workers: Workers) -> None:
+        raise KeyError("size")
+
+
+class Unfinished(Backend):
+    """Lacks its three methods."""
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
         ("dynamic://", "names no class"),
+        (f"dynamic://{__name__}/Fragile", "cannot be made: KeyError: 'size'"),
+        (f"dynamic://{__name__}/Unfinished", "cannot be made: TypeError: "),
         ("dynamic://not.there/X", "cannot be imported"),
         (f"dynamic://{MODULE}/Nothing", "Nothing"),
         (f"dynamic://{MODULE}/Tensors", "no backend"),
@@ -194,3 +206,14 @@ class Own(MemoryBackend):
 def test_urls_that_cannot_be_honoured(url: str, words: str, workers: Workers) -> None:
     with pytest.raises(ConfigError, match=words):
         open_backend(url, workers)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "sglang"])
+def test_a_module_that_breaks_is_refused(
+    scheme: str, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a rank of several an error of another kind would take the cache for broken."""
+    (tmp_path / f"breaks_{scheme}.py").write_text("raise RuntimeError('no GPU')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"breaks_{scheme} cannot be imported: RuntimeError: no GPU"):
+        open_backend(f"{scheme}://breaks_{scheme}/Store", workers)

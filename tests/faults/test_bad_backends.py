@@ -189,13 +189,18 @@ class Broken(Wrapper):
             raise KeyError("planted")
         return await super().quarantine(key)
 
+    def longest_bytes(self) -> int | None:
+        if self.where == "longest_bytes":
+            raise KeyError("planted")
+        return super().longest_bytes()
+
     def stats(self) -> Mapping[str, int | float | str]:
         if self.where == "stats":
             raise KeyError("planted")
         return super().stats()
 
 
-@pytest.mark.parametrize("where", ["close", "quarantine", "stats"])
+@pytest.mark.parametrize("where", ["close", "quarantine", "longest_bytes", "stats"])
 def test_a_store_that_breaks_beside_the_requests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def flip(access: Access) -> Fault | None:
         return Fault.FLIP if access.verb == "read" else None
