@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 ENTRY_BYTES: Final = 256
@@ -12,11 +15,16 @@ FREE, WRITING, READY = 0, 1, 2
 
 # State, generation or owner, length, last use, checksum, hash, length of the key.
 _ENTRY: Final = struct.Struct("<IIQQQ16sB")
-_64_BITS: Final = (1 << 64) - 1
+_32_BITS, _64_BITS = (1 << 32) - 1, (1 << 64) - 1
 USED_AT: Final = 16
 HASH_AT: Final = 32
+_HEAD_BYTES: Final = 32  # all before the hash
+_KEY_BYTES_AT: Final = 48
 _KEY_AT: Final = 49
 MAX_KEY_BYTES: Final = ENTRY_BYTES - _KEY_AT
+
+Entries = NDArray[np.uint8]
+"""A row for each; of its own memory, for what all processes share changes while it is looked at."""
 
 
 def pack_entry(into: bytearray, at: int, generation: int, length: int, used: int, digest: bytes, key: bytes) -> None:
@@ -26,19 +34,30 @@ def pack_entry(into: bytearray, at: int, generation: int, length: int, used: int
     into[at + _KEY_AT : at + _KEY_AT + len(key)] = key
 
 
-def key_of(entry: bytes) -> bytes | None:
-    """None for a slot that holds no object, and for an entry that is damaged, or was read while it was written."""
-    key = entry[_KEY_AT : _KEY_AT + entry[_KEY_AT - 1]]
-    return None if look(entry, 0, key) is None else key
+def key_of(entry: Entries) -> bytes | None:
+    """Of one entry; None for a slot that holds no object, and for an entry that is damaged, or was read while it was written."""
+    key = entry.tobytes()[_KEY_AT : _KEY_AT + int(entry[0, _KEY_BYTES_AT])]
+    return None if look(entry, [key])[0] is None else key
 
 
-def look(entries: bytes, at: int, key: bytes) -> tuple[int, int] | None:
-    """What the entry that begins at ``at`` says of the object of ``key``: its length, and the mark of the entry (state and
-    generation as one number).  None as for `key_of`, and if it is about another key."""
-    state, generation, length, _, checksum, _, n = _ENTRY.unpack_from(entries, at)
-    if state != READY or n != len(key) or not entries.startswith(key, at + _KEY_AT):
-        return None
-    return (length, generation << 32 | state) if checksum == _checksum(generation, length, key) else None
+def look(entries: Entries, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+    """What each entry says of the object of its key: its length, and the mark of the entry (state and generation as one number).
+    None as for `key_of`, and if it is about another key."""
+    heads, counts, whole = (
+        entries[:, :_HEAD_BYTES].view("<u8").tolist(),
+        entries[:, _KEY_BYTES_AT].tolist(),
+        entries.tobytes(),
+    )
+    found: list[tuple[int, int] | None] = [None] * len(keys)
+    for at, (key, n, (mark, length, _, checksum)) in enumerate(zip(keys, counts, heads, strict=True)):
+        if (
+            mark & _32_BITS == READY
+            and n == len(key)
+            and whole.startswith(key, at * ENTRY_BYTES + _KEY_AT)
+            and checksum == xxh3_64_intdigest(key, mark - READY ^ length)
+        ):
+            found[at] = length, mark
+    return found
 
 
 def _checksum(generation: int, length: int, key: bytes) -> int:

@@ -103,7 +103,7 @@ class Table:
     def keys(self, slots: range) -> list[str]:
         """Of those of ``slots`` that hold an object which is found there."""
         ready = np.nonzero(self._states[slots.start : slots.stop] == READY)[0] + slots.start
-        here = [(slot, key_of(self._entries[slot].tobytes())) for slot in ready.tolist()]
+        here = [(slot, key_of(self._entries[[slot]])) for slot in ready.tolist()]
         names = [(slot, key.decode()) for slot, key in here if key is not None]
         found = self.find_many([key for _, key in names])
         return [key for (slot, key), one in zip(names, found, strict=True) if one is not None and one.slot == slot]
@@ -185,11 +185,14 @@ class Table:
     def _find(self, names: Sequence[bytes], digests: Sequence[bytes]) -> list[Found | None]:
         found: list[Found | None] = [None] * len(names)
         rows, slots = self._index.candidates(_hashes_of(digests))
+        if not len(slots):
+            return found
         known = slots < self.slots
         rows, slots = rows[known], slots[known]
-        entries = self._entries[slots].tobytes()
-        for at, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
-            there = look(entries, at * ENTRY_BYTES, names[row])
+        at = rows.tolist()
+        for row, slot, there in zip(
+            at, slots.tolist(), look(self._entries[slots], [names[row] for row in at]), strict=True
+        ):
             if there is not None and found[row] is None:
                 found[row] = Found(slot, *there)
         return found
