@@ -38,7 +38,7 @@ from hicache_actors.pipelines.job import OpenJob, run_job
 from hicache_actors.pipelines.load import load
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.opening import open_memory
-from hicache_actors.pipelines.prefetch import prefetch
+from hicache_actors.pipelines.prefetch import look_up, prefetch
 from hicache_actors.pipelines.write_back import write_back
 from hicache_actors.ranks import Board
 from hicache_actors.runtime import System, bind_log
@@ -148,7 +148,7 @@ class Pipelines:
                 case StartBackup():
                     self._spawn_at_store(backup, effect)
                 case StartPrefetch():
-                    self._spawn_at_store(prefetch, effect)
+                    self._spawn_at_store(prefetch, effect, look_up)
                 case StartDrain():
                     if self._draining:
                         self._drain(effect)
@@ -194,9 +194,15 @@ class Pipelines:
             job.close()
 
     def _spawn_at_store(
-        self, pipeline: Callable[[Movers, Store, S, OpenJob], Coroutine[Any, Any, None]], start: S
+        self,
+        pipeline: Callable[..., Coroutine[Any, Any, None]],
+        start: S,
+        begin: Callable[[Movers, Store, S, OpenJob], object] | None = None,
     ) -> None:
-        """The job is about the store that is attached now, and the names that it gives now, whichever are when it runs."""
+        """The job is about the store that is attached now, and the names that it gives now, whichever are when it runs.
+
+        ``begin`` is what it need not have a turn for; the pipeline gets what comes of it as ``begun``.
+        """
         store = self._movers.storage.store
         if store is None:  # the cache is closing, and has taken back what Core was attaching
             job = self.open_job(start.job)
@@ -205,9 +211,15 @@ class Pipelines:
             return
 
         named = store.named()
+        begun: dict[str, object] = {}
+        if begin is not None:
+            try:
+                begun["begun"] = begin(self._movers, named, start, self.open_job(start.job))
+            except Exception as error:  # a bug: the pipeline meets it again, in the group that it breaks
+                self._log.error("begin_failed", job=start.job, exc_info=error)
 
         async def at_store(movers: Movers, start: S, job: OpenJob) -> None:
-            await pipeline(movers, named, start, job)
+            await pipeline(movers, named, start, job, **begun)
 
         store.enter()
         self._spawn(pipeline.__name__, at_store, start, store.leave)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar, TypeVarTuple
+from collections.abc import Callable
+from typing import Final
 
 import anyio
 
@@ -20,9 +20,6 @@ from hicache_actors.tiers.device import DeviceTier
 from hicache_actors.tiers.host import HostTier
 from hicache_actors.tiers.storage import StorageTier
 from hicache_actors.transfer.batch import Batch, cut
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 HASH_HERE_TOKENS: Final = 32_768
 """The native library hashes so many tokens in 0.15 ms; the answer of a thread takes longer."""
@@ -78,25 +75,30 @@ class Movers:
         Off the loop, if that takes longer than the way to a thread and back.  Empty if no thread can be had: all of them hang, or
         the cache is closing.
         """
-        last_page, prompt = path.first_page + path.pages, path.prompt
-        hashes: Sequence[bytes]
+        hashed = self.hash_here(path)
+        if hashed is not None:
+            return hashed
         try:
-            if isinstance(prompt, Prompt):
-                new_pages = last_page - prompt.hashed_pages(self.page_size)
-                hashes = await self._near_or_far(new_pages, prompt.page_hashes, self.page_size, last_page)
-            else:
-                tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
-                hashes = await self._near_or_far(last_page, page_hashes, tokens, path.scope, self.page_size)
+            return await self._workers.run(self._hash, path)
         except (BackendError, StoppedError) as error:
             self._log.warning("path_not_hashed", pages=path.pages, exc_info=error)
             return ()
-        return tuple(hashes[:last_page])
 
-    async def _near_or_far(self, pages: int, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Hash ``pages`` here if they are few, else in a thread."""
-        if pages * self.page_size <= HASH_HERE_TOKENS and digests() is not None:
-            return fn(*args)
-        return await self._workers.run(fn, *args)
+    def hash_here(self, path: Path) -> tuple[bytes, ...] | None:
+        """`hash_path`, if that takes no longer than the way to a thread and back; else None."""
+        prompt, new_pages = path.prompt, path.first_page + path.pages
+        if isinstance(prompt, Prompt):
+            new_pages -= prompt.hashed_pages(self.page_size)
+        if new_pages * self.page_size > HASH_HERE_TOKENS or digests() is None:
+            return None
+        return self._hash(path)
+
+    def _hash(self, path: Path) -> tuple[bytes, ...]:  # any thread
+        last_page = path.first_page + path.pages
+        if isinstance(path.prompt, Prompt):
+            return tuple(path.prompt.page_hashes(self.page_size, last_page)[:last_page])
+        tokens = path.tokens[: last_page * self.page_size * TOKEN_BYTES]
+        return tuple(page_hashes(tokens, path.scope, self.page_size)[:last_page])
 
     # -- observers -----------------------------------------------------------------------------------------------------
 

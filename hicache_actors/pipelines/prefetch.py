@@ -9,6 +9,8 @@ the front counts.  A read that hangs goes on in its task; its slots stay in limb
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import anyio
 
 from hicache_actors.core.words import StartPrefetch
@@ -16,30 +18,54 @@ from hicache_actors.pipelines.job import OpenJob
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.observer import BatchEnd
 from hicache_actors.tiers.host import Reserved
-from hicache_actors.tiers.storage import Chains, Store
+from hicache_actors.tiers.storage import Call, Chains, Store
 from hicache_actors.transfer.batch import Batch
 
 
-async def prefetch(movers: Movers, store: Store, start: StartPrefetch, job: OpenJob) -> None:
-    path = start.path
-    deadline = movers.at(movers.prefetch_limit_s(path.pages, start.deadline_s))
-    hashes: tuple[bytes, ...] = ()
+class Lookup(NamedTuple):
+    """The query of a fetch, under way: none if there is nothing to ask for."""
+
+    hashes: tuple[bytes, ...]
+    chains: Chains
+    query: Call[int] | None
+
+
+def look_up(movers: Movers, store: Store, start: StartPrefetch, job: OpenJob) -> Lookup | None:
+    """Begin the lookup of a path that is hashed at once, before its pipeline has a turn: requests wait for nothing as often.
+
+    None: the hashes take longer, and the pipeline asks when they are there.
+    """
+    hashed = movers.hash_here(start.path)
+    return None if hashed is None else _ask(store, start, job, hashed)
+
+
+def _ask(store: Store, start: StartPrefetch, job: OpenJob, hashed: tuple[bytes, ...]) -> Lookup:
+    hashes, chains = hashed[start.path.first_page :], store.chains((hashed,))
+    if not hashes:
+        return Lookup(hashes, chains, None)
+    query = store.query(hashes, chains=chains, priority=start.priority)
+    query.when_answered(job.hit)  # Core need not wait until the coroutine has its turn
+    return Lookup(hashes, chains, query)
+
+
+async def prefetch(
+    movers: Movers, store: Store, start: StartPrefetch, job: OpenJob, *, begun: Lookup | None = None
+) -> None:
+    """``begun``: its lookup, if that is under way."""
+    deadline = movers.at(movers.prefetch_limit_s(start.path.pages, start.deadline_s))
     hit = 0
-    chains = store.chains(())
     with anyio.CancelScope(deadline=deadline):
-        hashed = await movers.hash_path(path)
-        hashes, chains = hashed[path.first_page :], store.chains((hashed,))
-        if hashes:
-            query = store.query(hashes, chains=chains, priority=start.priority)
-            query.when_answered(job.hit)  # Core need not wait until this coroutine has its turn
-            hit = await query.answer()
+        if begun is None:
+            begun = _ask(store, start, job, await movers.hash_path(start.path))
+        if begun.query is not None:
+            hit = await begun.query.answer()
     job.hit(hit)
     slots = await job.granted()
-    if slots is None:
+    if slots is None or begun is None:
         return
     begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
-    fetch = _Fetch(movers, store, start.priority, job, hashes, chains, movers.batches(slots))
+    fetch = _Fetch(movers, store, start.priority, job, begun, movers.batches(slots))
     with anyio.CancelScope(deadline=deadline):
         await fetch.run()
     fetch.report(begun_s)
@@ -49,17 +75,10 @@ class _Fetch:
     """The reading half, after the grant."""
 
     def __init__(
-        self,
-        movers: Movers,
-        store: Store,
-        priority: int,
-        job: OpenJob,
-        hashes: tuple[bytes, ...],
-        chains: Chains,
-        batches: list[Batch],
+        self, movers: Movers, store: Store, priority: int, job: OpenJob, found: Lookup, batches: list[Batch]
     ) -> None:
         self._movers, self._store, self._priority, self._job = movers, store, priority, job
-        self._hashes, self._chains, self._batches = hashes, chains, batches
+        self._hashes, self._chains, self._batches = found.hashes, found.chains, batches
         self._good: dict[int, int] = {}  # batch -> leading pages that are right
         self._waiting = iter(range(len(batches)))  # in prefix order, one for all readers
         self._end = len(batches)  # batches from here on are of no use

@@ -105,7 +105,7 @@ def _submit(stream: str, after: int) -> Setter:
 
 
 STAGES: dict[str, Setter] = {
-    "prefetch: hash": _worker("page_hashes", "prefetch"),
+    "prefetch: hash": _worker("_hash", "prefetch"),
     "prefetch: query": _verb("exists"),
     "prefetch: grant": _grant,
     "prefetch: read": _verb("read"),
@@ -114,7 +114,7 @@ STAGES: dict[str, Setter] = {
     "load: second layer": _copy("load", 1),
     "load: last layer": _copy("load", 2),
     "write_back: copy": _copy("write_back", 0),
-    "backup: hash": _worker("page_hashes", "backup"),
+    "backup: hash": _worker("_hash", "backup"),
     "backup: seal": _worker("seal_many"),
     "backup: store": _verb("write"),
     "staged prefetch: read": _verb("read"),
