@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.helping import Help
 from hicache_actors.backends.objects import Expected, Verdict
@@ -73,8 +75,8 @@ class SlabBackend(Backend):
         leading = 0
         while store is not None and leading < len(keys):
             part = keys[leading : leading + _LOOKED_UP_AT_ONCE]
-            found = store.file.table.find_many(part)
-            here = found.index(None) if None in found else len(part)
+            absent = np.flatnonzero(store.file.table.look_up(part).slots < 0)
+            here = int(absent[0]) if len(absent) else len(part)
             leading += here
             if here < len(part):
                 break
@@ -112,22 +114,18 @@ class SlabBackend(Backend):
             table, medium, help = store.file.table, store.medium, self._help()
 
             def read() -> None:
-                here = [
-                    (found, at)
-                    for at, found in enumerate(table.find_many(keys))
-                    if found is not None and found.length == len(buffers[at])
-                ]
-                here.sort()
-                numbers = [at for _, at in here]
-                pieces = Pieces([found.slot for found, _ in here], [buffers[at] for at in numbers], numbers)
-                verdicts = medium.read(pieces, expected, help)
+                found = table.look_up(keys)
+                lengths = np.fromiter(map(len, buffers), np.uint64, len(keys))
+                here = np.flatnonzero((found.slots >= 0) & (found.lengths == lengths))
+                here = here[np.argsort(found.slots[here], kind="stable")]
+                slots, numbers = found.slots[here], here.tolist()
+                verdicts = medium.read(Pieces(slots.tolist(), [buffers[at] for at in numbers], numbers), expected, help)
                 # Where an entry has changed, somebody has written into the slot meanwhile.
-                same = table.unchanged([found for found, _ in here])
-                for (_, at), verdict, unchanged in zip(here, verdicts, same, strict=True):
+                same = table.unchanged(slots, found.marks[here])
+                for at, verdict, unchanged in zip(numbers, verdicts, same, strict=True):
                     answers[at] = (unchanged, verdict)
                 if touch:
-                    used = [found for (found, _), unchanged in zip(here, same, strict=True) if unchanged]
-                    table.touch(used, _now_ms())
+                    table.touch(slots[np.array(same, bool)], _now_ms())
 
             with self._errors("read"):
                 await self._workers.run(read)
@@ -192,7 +190,7 @@ class SlabBackend(Backend):
                 table.give_up(claimed)
             raise
         now_ms = _now_ms()
-        table.touch(present, now_ms)
+        table.touch(np.array([found.slot for found in present], np.int64), now_ms)
         with table.changing():
             stays = table.publish_many(claimed, now_ms)
         for (_, at), stayed in zip(claims, stays, strict=True):

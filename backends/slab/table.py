@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from hicache_actors.backends.slab.clock import USED, Clock
+from hicache_actors.backends.slab.clock import USED, Clock, Slots
 from hicache_actors.backends.slab.entries import (
     ENTRY_BYTES,
     FREE,
@@ -36,6 +36,7 @@ from hicache_actors.backends.slab.entries import (
 )
 from hicache_actors.backends.slab.index import Hashes, Index
 from hicache_actors.backends.slab.locks import ByteLocks
+from hicache_actors.cuda_ext.native import slab as native
 from hicache_actors.errors import BackendError
 
 _TABLE_LOCK: Final = 1 << 60  # bytes that no file has
@@ -49,6 +50,20 @@ class Found(NamedTuple):
     slot: int
     length: int
     mark: int  #: state and generation
+
+
+class Lookup(NamedTuple):
+    """What was found, a column each."""
+
+    slots: NDArray[np.int64]  #: -1: no object
+    lengths: NDArray[np.uint64]
+    marks: NDArray[np.uint64]
+
+    def rows(self) -> list[Found | None]:
+        return [
+            None if slot < 0 else Found(slot, length, mark)
+            for slot, length, mark in zip(*(column.tolist() for column in self), strict=True)
+        ]
 
 
 class Claim(NamedTuple):
@@ -77,6 +92,7 @@ class Table:
         self._used = _column(memory, "<u8", USED_AT)
         self._hashes: Hashes = np.ndarray((self.slots, 2), "<u8", memory, HASH_AT, (ENTRY_BYTES, 8))
         self._index = Index(index)
+        self._native = native.slab_table(memory, index)
         self._clock = Clock(hand, self._states, self._owners, self._used, self._lives)
         self._owner = secrets.randbits(31) | 1
         while not locks.take(_OWNER_LOCKS + self._owner):
@@ -88,17 +104,20 @@ class Table:
         return self.find_many([key])[0]
 
     def find_many(self, keys: Sequence[str]) -> list[Found | None]:
-        names = [key.encode() for key in keys]
-        return self._find(names, [*map(xxh3_128_digest, names)])
+        return self.look_up(keys).rows()
 
-    def unchanged(self, found: Sequence[Found]) -> list[bool]:
-        slots, marks = [one.slot for one in found], [one.mark for one in found]
-        same: list[bool] = (self._marks[slots] == np.array(marks, np.uint64)).tolist()
+    def look_up(self, keys: Sequence[str]) -> Lookup:
+        names = [key.encode() for key in keys]
+        return self._look_up(names, [*map(xxh3_128_digest, names)])
+
+    def unchanged(self, slots: Slots, marks: NDArray[np.uint64]) -> list[bool]:
+        """Whether the entry of each slot has the mark that it had."""
+        same: list[bool] = (self._marks[slots] == marks).tolist()
         return same
 
-    def touch(self, found: Sequence[Found], now_ms: int) -> None:
+    def touch(self, slots: Slots, now_ms: int) -> None:
         """They have been used."""
-        self._used[[one.slot for one in found]] = now_ms | USED
+        self._used[slots] = now_ms | USED
 
     def keys(self, slots: range) -> list[str]:
         """Of those of ``slots`` that hold an object which is found there."""
@@ -127,7 +146,7 @@ class Table:
         if longest > MAX_KEY_BYTES:
             raise BackendError(f"a key of {longest} bytes; at most {MAX_KEY_BYTES} have room", retryable=False)
         digests = [*map(xxh3_128_digest, names)]
-        found = self._find(names, digests)
+        found = self._look_up(names, digests).rows()
         claims: list[Claim | Found | None] = [
             one if one is not None and one.length == length else None
             for one, length in zip(found, lengths, strict=True)
@@ -145,8 +164,8 @@ class Table:
     def publish_many(self, claims: Sequence[Claim], now_ms: int) -> list[bool]:
         """The bytes are there -> whether each is found now; False if another writer was faster, and the slot is free again."""
         stays: dict[bytes, Claim] = {}
-        there = self._find([claim.key for claim in claims], [claim.digest for claim in claims])
-        for claim, found in zip(claims, there, strict=True):
+        there = self._look_up([claim.key for claim in claims], [claim.digest for claim in claims])
+        for claim, found in zip(claims, there.rows(), strict=True):
             if claim.key in stays or (found is not None and found.length == claim.length):
                 self._states[claim.slot] = FREE
                 continue
@@ -182,19 +201,20 @@ class Table:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _find(self, names: Sequence[bytes], digests: Sequence[bytes]) -> list[Found | None]:
-        found: list[Found | None] = [None] * len(names)
-        rows, slots = self._index.candidates(_hashes_of(digests))
-        if not len(slots):
-            return found
-        known = slots < self.slots
-        rows, slots = rows[known], slots[known]
+    def _look_up(self, names: Sequence[bytes], digests: Sequence[bytes]) -> Lookup:
+        if self._native is not None and all(map(_fits, names)):
+            slots, lengths, marks = self._native.find(names, digests)
+            return Lookup(slots.view(np.int64), lengths, marks)
+        rows, near = self._index.candidates(_hashes_of(digests))
+        known = near < self.slots
+        rows, near = rows[known], near[known]
+        found = Lookup(np.full(len(names), -1), *np.zeros((2, len(names)), np.uint64))
         at = rows.tolist()
         for row, slot, there in zip(
-            at, slots.tolist(), look(self._entries[slots], [names[row] for row in at]), strict=True
+            at, near.tolist(), look(self._entries[near], [names[row] for row in at]), strict=True
         ):
-            if there is not None and found[row] is None:
-                found[row] = Found(slot, *there)
+            if there is not None and found.slots[row] < 0:
+                found.slots[row], (found.lengths[row], found.marks[row]) = slot, there
         return found
 
     def _free(self, slots: Sequence[int]) -> None:
@@ -218,6 +238,10 @@ class Table:
 
     def _lives(self, owner: int) -> bool:
         return owner == self._owner or self._locks.held_by_another(_OWNER_LOCKS + owner)
+
+
+def _fits(name: bytes) -> bool:
+    return 0 < len(name) <= MAX_KEY_BYTES
 
 
 def _hashes_of(digests: Sequence[bytes]) -> Hashes:

@@ -44,6 +44,7 @@ HIC_API const char *hic_last_error(void);
 #include "capi/digest.h"
 #include "capi/files.h"
 #include "capi/hostmem.h"
+#include "capi/slab.h"
 #include "capi/slots.h"
 #include "capi/driver.h"
 

@@ -18,6 +18,7 @@ from hicache_actors.backends.slab import SlabBackend, SlabOptions
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
 from hicache_actors.backends.slab.entries import ENTRY_BYTES, WRITING
 from hicache_actors.backends.slab.store_file import ALIGN, NAME, Geometry, StoreFile
+from hicache_actors.cuda_ext.native import slab
 from hicache_actors.cuda_ext.native import slots as native
 from hicache_actors.errors import BackendError, ConfigError
 from hicache_actors.runtime.workers import Workers
@@ -92,6 +93,7 @@ class TestSlabInPython(TestSlab):
     @pytest.fixture(autouse=True)
     def _python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "slots", lambda: None)
+        monkeypatch.setattr(slab, "slab_table", lambda entries, index: None)
 
 
 class TestSlabByThreads(TestSlab):
@@ -115,6 +117,7 @@ class TestMmapInPython(TestMmap):
     @pytest.fixture(autouse=True)
     def _python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "slots", lambda: None)
+        monkeypatch.setattr(slab, "slab_table", lambda entries, index: None)
 
 
 class TestShm(_Contract):

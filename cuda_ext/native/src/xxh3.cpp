@@ -19,7 +19,7 @@ constexpr size_t kStripesPerBlock = (kSecretBytes - kStripe) / 8;
 constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9,
                    kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5;
-constexpr uint64_t kAvalanche = 0x165667919E3779F9;
+constexpr uint64_t kAvalanche = 0x165667919E3779F9, kShort = 0x9FB21C651E98DF25;
 
 alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9,
@@ -125,6 +125,72 @@ uint64_t merge(const uint64_t* acc, const uint8_t* secret, uint64_t start) {
   return sum ^ (sum >> 32);
 }
 
+inline uint32_t little32(const uint8_t* at) {
+  uint32_t value;
+  memcpy(&value, at, 4);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  value = __builtin_bswap32(value);
+#endif
+  return value;
+}
+
+inline uint64_t fold(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+inline uint64_t avalanche(uint64_t hash) {
+  hash = (hash ^ hash >> 37) * kAvalanche;
+  return hash ^ hash >> 32;
+}
+
+inline uint64_t rotated(uint64_t value, int by) { return value << by | value >> (64 - by); }
+
+uint64_t of_1_to_3(const uint8_t* data, size_t bytes, uint64_t seed) {
+  const uint32_t mixed = static_cast<uint32_t>(data[0]) << 16 | static_cast<uint32_t>(data[bytes / 2]) << 24 |
+                         data[bytes - 1] | static_cast<uint32_t>(bytes) << 8;
+  uint64_t hash = mixed ^ ((little32(kSecret) ^ little32(kSecret + 4)) + seed);
+  hash = (hash ^ hash >> 33) * kPrime64_2;
+  hash = (hash ^ hash >> 29) * kPrime64_3;
+  return hash ^ hash >> 32;
+}
+
+uint64_t of_4_to_8(const uint8_t* data, size_t bytes, uint64_t seed) {
+  seed ^= static_cast<uint64_t>(__builtin_bswap32(static_cast<uint32_t>(seed))) << 32;
+  const uint64_t value = little32(data + bytes - 4) + (static_cast<uint64_t>(little32(data)) << 32);
+  uint64_t hash = value ^ ((little64(kSecret + 8) ^ little64(kSecret + 16)) - seed);
+  hash = (hash ^ rotated(hash, 49) ^ rotated(hash, 24)) * kShort;
+  hash = (hash ^ ((hash >> 35) + bytes)) * kShort;
+  return hash ^ hash >> 28;
+}
+
+uint64_t of_9_to_16(const uint8_t* data, size_t bytes, uint64_t seed) {
+  const uint64_t low = little64(data) ^ ((little64(kSecret + 24) ^ little64(kSecret + 32)) + seed);
+  const uint64_t high = little64(data + bytes - 8) ^ ((little64(kSecret + 40) ^ little64(kSecret + 48)) - seed);
+  return avalanche(bytes + __builtin_bswap64(low) + high + fold(low, high));
+}
+
+inline uint64_t mixed16(const uint8_t* data, const uint8_t* secret, uint64_t seed) {
+  return fold(little64(data) ^ (little64(secret) + seed), little64(data + 8) ^ (little64(secret + 8) - seed));
+}
+
+// From both ends towards the middle.
+uint64_t of_17_to_128(const uint8_t* data, size_t bytes, uint64_t seed) {
+  uint64_t sum = bytes * kPrime64_1;
+  for (size_t at = (bytes - 1) / 32 + 1; at-- > 0;)
+    sum += mixed16(data + 16 * at, kSecret + 32 * at, seed) +
+           mixed16(data + bytes - 16 * (at + 1), kSecret + 32 * at + 16, seed);
+  return avalanche(sum);
+}
+
+uint64_t of_129_to_240(const uint8_t* data, size_t bytes, uint64_t seed) {
+  uint64_t sum = bytes * kPrime64_1;
+  for (size_t at = 0; at < 8; ++at) sum += mixed16(data + 16 * at, kSecret + 16 * at, seed);
+  sum = avalanche(sum) + mixed16(data + bytes - 16, kSecret + 136 - 17, seed);
+  for (size_t at = 8; at < bytes / 16; ++at) sum += mixed16(data + 16 * at, kSecret + 16 * (at - 8) + 3, seed);
+  return avalanche(sum);
+}
+
 class Stripes {
  public:
   void add(const uint8_t* data, size_t stripes) {
@@ -162,6 +228,13 @@ class Stripes {
 };
 
 }  // namespace
+
+uint64_t xxh3_64(const uint8_t* data, size_t bytes, uint64_t seed) {
+  if (bytes <= 3) return of_1_to_3(data, bytes, seed);
+  if (bytes <= 8) return of_4_to_8(data, bytes, seed);
+  if (bytes <= 16) return of_9_to_16(data, bytes, seed);
+  return bytes <= 128 ? of_17_to_128(data, bytes, seed) : of_129_to_240(data, bytes, seed);
+}
 
 void xxh3_128(const void* head, size_t head_bytes, const void* tail, size_t tail_bytes, uint8_t digest[16]) {
   const uint8_t *first = static_cast<const uint8_t*>(head), *second = static_cast<const uint8_t*>(tail);

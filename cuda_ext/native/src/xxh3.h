@@ -1,5 +1,5 @@
-// XXH3-128 for inputs of 241 bytes and more, written from the specification of the xxHash family (doc/xxhash_spec.md of
-// Cyan4973/xxHash, version 0.2): seed 0, default secret.  Shorter inputs are other algorithms, and no object is that short.
+// XXH3-128 for inputs of 241 bytes and more, and XXH3-64 for those of 1 to 240, written from the specification of the xxHash family (doc/xxhash_spec.md of
+// Cyan4973/xxHash, version 0.2), with the default secret.  Each length has algorithms of its own: no object is as short as that, and no key as long.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,10 @@ namespace hic {
 
 constexpr size_t kXxh3MinBytes = 241;
 
-// The digest of two runs, taken as one, in canonical byte order (the high half first, big-endian).
+// Of 1 to 240 bytes.
+uint64_t xxh3_64(const uint8_t* data, size_t bytes, uint64_t seed);
+
+// With seed 0: the digest of two runs, taken as one, in canonical byte order (the high half first, big-endian).
 void xxh3_128(const void* head, size_t head_bytes, const void* tail, size_t tail_bytes, uint8_t digest[16]);
 
 }  // namespace hic
