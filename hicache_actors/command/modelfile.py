@@ -148,13 +148,13 @@ def _text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _kv_layers(text: Mapping[str, Any], remarks: list[str]) -> int:
     layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
-    kinds = Counter(text.get("layer_types") or ())
+    kinds = Counter(_layer_types(text, layers))
     without = sum(kinds[kind] for kind in _NO_KV)
     if without:
         layers -= without
         remarks.append(f"{without} layers keep a state instead of K and V; that state is not counted")
-    borrowed = text.get("num_kv_shared_layers") or 0
-    if borrowed:
+    borrowed = _optional(text, "num_kv_shared_layers")
+    if borrowed is not None:
         layers -= borrowed
         remarks.append(f"{borrowed} layers borrow the KV of others")
     partial = {kind: n for kind, n in kinds.items() if kind not in (*_NO_KV, *_FULL_KV)}
@@ -166,6 +166,22 @@ def _kv_layers(text: Mapping[str, Any], remarks: list[str]) -> int:
     if layers < 1:
         raise ConfigError("model.num_hidden_layers", layers, "no layer keeps K and V")
     return layers
+
+
+def _layer_types(text: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of each layer; none if nothing is said of kinds."""
+    kinds = text.get("layer_types") or []
+    interval = _optional(text, "full_attention_interval")
+    if not kinds and interval is not None:  # Qwen3-Next: each so many-th layer keeps K and V, the others a state
+        return ["linear_attention" if at % interval else "full_attention" for at in range(1, layers + 1)]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError("model.layer_types", kinds, "is no list of texts", allowed="the kind of each layer")
+    if kinds and len(kinds) != layers:
+        raise ConfigError(
+            "model.layer_types", len(kinds), f"names so many layers, and there are {layers}",
+            allowed="the kind of each layer", fix="correct it, or give the shape on the command line",
+        )  # fmt: skip
+    return kinds
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:

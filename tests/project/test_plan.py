@@ -129,12 +129,21 @@ def test_an_uneven_split_is_refused(tp: int) -> None:
         ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "model.qk_rope_head_dim"),
         ({**LLAMA3_8B, "dtype": "int3"}, "dtype"),
         ({**LLAMA3_8B, "layer_types": ["mamba"] * 32}, "model.num_hidden_layers"),
+        ({**LLAMA3_8B, "layer_types": ["mamba"] * 3}, "model.layer_types"),
+        ({**LLAMA3_8B, "layer_types": [{"mamba": 1}] * 32}, "model.layer_types"),
     ],
 )
 def test_a_model_that_cannot_be_sized_is_refused(data: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model_shape(data)
     assert caught.value.field == field
+
+
+def test_an_interval_tells_which_layers_keep_k_and_v() -> None:
+    listed = model_shape(QWEN3_NEXT)
+    told = {name: value for name, value in QWEN3_NEXT.items() if name != "layer_types"}
+    assert model_shape({**told, "full_attention_interval": 4}) == listed
+    assert listed.layers == 12
 
 
 def test_a_model_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
