@@ -1,8 +1,10 @@
-"""The `hicache` command.  Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration, 130 interrupted."""
+"""The `hicache` command.  Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration, 130 interrupted, 141 nobody
+reads on."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -49,10 +51,9 @@ COMMANDS: Final[dict[str, tuple[Command, str]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "version":
-            return _version()
-        command, _ = COMMANDS[options.command]
-        return command.run(options)
+        code = _version() if options.command == "version" else COMMANDS[options.command][0].run(options)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"hicache: {error}", file=sys.stderr)
         return 2
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hicache: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the last flush at the exit fail
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -43,6 +44,16 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "small_suite", module)
     monkeypatch.setitem(SUITES, "core", SUITES["core"]._replace(modules=("small_suite",)))
     return module
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["plan", "--layers", "2", "--kv-heads", "1", "--head-dim", "64"]])
+def test_who_stops_reading_sees_no_traceback(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hicache_actors.command.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
