@@ -1,5 +1,7 @@
-"""The `hicache` command.  Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration, 130 interrupted, 141 nobody
-reads on."""
+"""The `hicache` command.
+
+Exit codes: 0 well done, 1 something failed, 2 wrong use or wrong configuration, 130 interrupted, 141 nobody reads on.
+"""
 
 from __future__ import annotations
 
