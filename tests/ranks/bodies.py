@@ -420,7 +420,7 @@ async def two_nodes(rank: int, pipe: Connection, size: int, port: int, kind: Any
 
 
 async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any, folder: str) -> Any:
-    """The leader's operator attaches, replaces and detaches stores beside requests; the last rank cannot open one of them."""
+    """The leader's operator attaches, replaces, detaches and empties stores beside requests; the last rank cannot open one of them."""
     engines_own = GlooTransport(group_of(rank, size, ports[1]))
     hung = Hanging(MemoryBackend(), ("exists", "read", "write"))
     hung.release()
@@ -441,6 +441,8 @@ async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int]
             answers.append(str((await cache.stored(prompt(3), 20.0)).tokens))
             answers.append(str(await cache.detach_storage(20.0)))
             await cache.attach_storage(f"file://{folder}/second")
+            answers.append(str(await cache.drain(20.0)))
+            answers.append(str(await cache.clear_storage(20.0)))
             answers.append(str(await cache.drain(20.0)))
 
         task = asyncio.ensure_future(operator()) if rank == 0 else None
