@@ -45,7 +45,7 @@ class TiersCleared(msgspec.Struct, frozen=True, tag="cleared"):
 
     "snapshot", "lost": the rest of the batch tells all that is there, because the subscription begins, or because the subscriber
     was too slow.  "reset", "degraded": what the cache has forgotten, and in the second case for good.  "storage": another store
-    is used from here on, or none.
+    is used from here on, or none, or this one has been cleared.
     """
 
     tiers: tuple[TierName, ...]

@@ -211,6 +211,23 @@ async def test_another_store_begins_empty() -> None:
         assert directory.pages["host"]
 
 
+async def test_an_emptied_store_holds_what_is_stored_again() -> None:
+    backend = MemoryBackend()
+    async with open_small(backend=backend) as small:
+        events, directory = small.cache.events(), Directory()
+        await small.engine.answer(prompt(3))
+        await small.cache.drain(5.0)
+        await follow(events, directory, small.cache)
+        await small.cache.reset()
+        assert await small.cache.clear_storage(5.0) == 3
+        await follow(events, directory, small.cache)
+        assert not directory.pages["storage"]
+        await small.engine.answer(prompt(2, family=1))
+        await small.cache.drain(5.0)
+        await follow(events, directory, small.cache)
+        assert len(directory.pages["storage"]) == len(backend._objects) == 2
+
+
 async def test_an_engine_thread_is_heard_on_the_loop() -> None:
     async with open_small(driver="step") as small:
         cache, directory = small.cache, Directory()
