@@ -420,7 +420,7 @@ async def two_nodes(rank: int, pipe: Connection, size: int, port: int, kind: Any
 
 
 async def switch_stores(rank: int, pipe: Connection, size: int, ports: list[int], kind: Any, folder: str) -> Any:
-    """The leader's operator attaches, replaces, detaches and empties stores beside requests; the last rank cannot open one of them."""
+    """The leader's operator attaches, replaces, empties and detaches stores beside requests; the last rank cannot open one."""
     engines_own = GlooTransport(group_of(rank, size, ports[1]))
     hung = Hanging(MemoryBackend(), ("exists", "read", "write"))
     hung.release()
