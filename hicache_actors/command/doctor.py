@@ -194,14 +194,14 @@ def _switches(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_store(config: Config, sections: list[Section]) -> ConfigError | None:
-    if config.shape is None or config.storage.url is None:
+    if config.storage.url is None:
         return None
     from hicache_actors.command.storage_look import (
         store,
     )  # it imports torch, which a machine without a store need not have
 
     try:
-        seen = store(config, _kv_shape(config, config.shape))
+        seen = store(config, None if config.shape is None else _kv_shape(config, config.shape))
     except ConfigError as error:
         return error
     if seen is not None:

@@ -25,9 +25,9 @@ DEADLINE_S: Final = 10.0
 _UNSHARED: Final = "use unified keys everywhere, with the same storage.tp_lcm_size and storage.layer_partition"
 
 
-def store(config: Config, shape: KVShape) -> Section | None:
+def store(config: Config, shape: KVShape | None) -> Section | None:
     """Open the store and list some of its names, within `DEADLINE_S` each.  None if there is nothing to be seen: no store, one of
-    this process alone, or a folder that does not exist yet.
+    this process alone, or a folder that does not exist yet.  Without a ``shape`` only whether it can be used.
 
     Blocks.  Raises `ConfigError` for settings that do not fit.
     """
@@ -36,15 +36,21 @@ def store(config: Config, shape: KVShape) -> Section | None:
         return None
     if not all(place.folder.is_dir() for place in places_of(url)):
         return None
-    rank = Rank(tp_size=_tp_size(config, shape))
-    keys, object_bytes = keys_of(config, shape, rank), layout_of(config, shape, rank).longest_object_bytes
-    facts: dict[str, Any] = {"url": masked(url), "shared": keys.shared_with()}
+    facts: dict[str, Any] = {"url": masked(url)}
+    keys, object_bytes = None, 0
+    if shape is not None:
+        rank = Rank(tp_size=_tp_size(config, shape))
+        keys, object_bytes = keys_of(config, shape, rank), layout_of(config, shape, rank).longest_object_bytes
+        facts["shared"] = keys.shared_with()
     try:
         seen = asyncio.run(_look(url, keys, config.storage.probe_keys))
     except HiCacheError as error:
         return Section("store", facts, (problem(f"it cannot be used: {error}", "start it, or correct storage.url"),))
     found = seen.neighbours
-    facts |= {"scope": seen.scope, "listed_names": found.listed, "own_names": found.ours, "others": found.others}
+    facts |= {"scope": seen.scope, "listed_names": found.listed}
+    if keys is None:
+        return Section("store", facts)
+    facts |= {"own_names": found.ours, "others": found.others}
     return Section("store", facts, (*_too_short(seen.longest_bytes, object_bytes), *_findings(found)))
 
 
@@ -60,7 +66,7 @@ class _Seen(NamedTuple):
     neighbours: Neighbours
 
 
-async def _look(url: str, keys: KeyScheme, most: int) -> _Seen:
+async def _look(url: str, keys: KeyScheme | None, most: int) -> _Seen:
     workers = Workers("doctor", 2)
     try:
         backend = open_backend(url, workers)
@@ -78,9 +84,11 @@ async def _look(url: str, keys: KeyScheme, most: int) -> _Seen:
         workers.close()
 
 
-async def _neighbours(backend: Backend, keys: KeyScheme, most: int) -> Neighbours:
+async def _neighbours(backend: Backend, keys: KeyScheme | None, most: int) -> Neighbours:
     names = await listed(backend, most) if most else []
-    return look_at(names, keys) if names or (most and lists_names(backend)) else Neighbours()
+    if not names and not (most and lists_names(backend)):
+        return Neighbours()
+    return Neighbours(len(names)) if keys is None else look_at(names, keys)
 
 
 def _too_short(longest_bytes: int | None, object_bytes: int) -> tuple[Finding, ...]:

@@ -545,6 +545,19 @@ def test_the_store_is_looked_at(keys: KeyScheme, own: int, words: str, severity:
     assert diagnosis.exit_code == int(severity == "problem")
 
 
+def test_without_a_shape_a_store_is_opened_all_the_same(tmp_path: Path) -> None:
+    settings = '[model]\nmodel_id = "tiny"\nweights = "1"\n'
+    found = examine(write_config(tmp_path, settings, url="redis://127.0.0.1:1"), limit=LIMIT)
+    (section,) = (section for section in found.sections if section.name == "store")
+    assert "it cannot be used" in section.findings[0].text
+    assert found.exit_code == 1
+    (tmp_path / "kv").mkdir()
+    found = examine(write_config(tmp_path, settings, url=f"file://{tmp_path}/kv"), limit=LIMIT)
+    (section,) = (section for section in found.sections if section.name == "store")
+    assert section.facts == {"url": f"file://{tmp_path}/kv", "scope": "host", "listed_names": 0}
+    assert section.findings == ()
+
+
 def test_the_disks_of_all_stores_of_this_host_are_looked_at(tmp_path: Path) -> None:
     layers = f"slab://{tmp_path}/near?gb=0.001 nixl://{tmp_path}/far redis://127.0.0.1:1"
     found = examine(write_config(tmp_path, url=layers), probe=False, limit=LIMIT)
