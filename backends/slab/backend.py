@@ -190,7 +190,8 @@ class SlabBackend(Backend):
                 table.give_up(claimed)
             raise
         now_ms = _now_ms()
-        table.touch(np.array([found.slot for found in present], np.int64), now_ms)
+        if present:
+            table.touch(np.array([found.slot for found in present]), now_ms)
         with table.changing():
             stays = table.publish_many(claimed, now_ms)
         for (_, at), stayed in zip(claims, stays, strict=True):

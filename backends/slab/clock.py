@@ -53,16 +53,18 @@ class Clock:
             look = min(max(limit + 1 - len(spared), n - len(taken)), slots - at, slots - seen)
             states, used = self._states[at : at + look], self._used[at : at + look]
             may_go = (states == FREE) | ((states == READY) & (used < USED))
-            for number in np.nonzero((states != FREE) & (states != READY))[0].tolist():
+            for number in np.flatnonzero((states != FREE) & (states != READY)).tolist():
                 owner = int(self._owners[at + number])
                 if owner not in living:
                     living[owner] = self._lives(owner)
                 may_go[number] = not living[owner]
-            found = np.nonzero(may_go)[0][: n - len(taken)]
+            found = np.flatnonzero(may_go)[: n - len(taken)]
             passed = look if len(taken) + len(found) < n else int(found[-1]) + 1
-            hot = np.nonzero((states[:passed] == READY) & (used[:passed] >= USED))[0]
-            self._used[hot + at] &= ~np.uint64(USED)
-            taken, spared = np.append(taken, found + seen), np.append(spared, hot + seen)
+            taken = np.append(taken, found + seen)
+            if passed > len(found):
+                hot = np.flatnonzero((states[:passed] == READY) & (used[:passed] >= USED))
+                self._used[hot + at] &= ~np.uint64(USED)
+                spared = np.append(spared, hot + seen)
             seen += passed
         if len(taken) < n:  # nearly all of them are in use, so order decides
             taken = np.sort(np.append(taken, spared))[:n]

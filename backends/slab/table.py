@@ -156,7 +156,8 @@ class Table:
         held = self._states[slots] == READY
         # The state first: from here on nobody takes what is in a slot for an object.
         self._marks[slots] = self._owner << 32 | WRITING
-        self._index.drop(self._hashes[slots[held]], slots[held])
+        if held.any():
+            self._index.drop(self._hashes[slots[held]], slots[held])
         for at, slot in zip(absent, slots.tolist(), strict=False):
             claims[at] = Claim(slot, names[at], digests[at], lengths[at])
         return claims

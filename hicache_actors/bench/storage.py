@@ -113,10 +113,9 @@ async def _size(rig: Rig, name: str, page_bytes: int, rounds: int, folders: Exit
             for at in range(len(labels)):
                 label = labels[(at + number) % len(labels)]
                 progress.step(f"{name}: {label}")
-                begun_cpu_s = process_time()
-                write_took_s, read_took_s = await _pass(movers[label], number)
+                write_took_s, read_took_s, cpu_s = await _pass(movers[label], number)
                 if number and label == "ours":
-                    ours_cpu_s.append(process_time() - begun_cpu_s)
+                    ours_cpu_s.append(cpu_s)
                 if number:  # the first round warms up
                     write_s.setdefault(label, []).append(write_took_s)
                     read_s.setdefault(label, []).append(read_took_s)
@@ -188,12 +187,17 @@ def _option(rig: Rig, name: str) -> Any:
     return getattr(getattr(rig.backend.inner, "options", None), name, None)
 
 
-async def _pass(mover: Mover, number: int) -> tuple[float, float]:
-    """-> seconds of a write, and of a read of the same pages."""
-    await asyncio.to_thread(os.sync)
-    write_s = await mover.write(number)
-    await asyncio.to_thread(os.sync)
-    return write_s, await mover.read(number)
+async def _pass(mover: Mover, number: int) -> tuple[float, float, float]:
+    """-> seconds of a write, and of a read of the same pages; and processor time of the process for both."""
+    cpu_s = 0.0
+    times_s: list[float] = []
+    for move in (mover.write, mover.read):
+        await asyncio.to_thread(os.sync)
+        begun_cpu_s = process_time()
+        times_s.append(await move(number))
+        cpu_s += process_time() - begun_cpu_s
+    write_s, read_s = times_s
+    return write_s, read_s, cpu_s
 
 
 async def _cold(rig: Rig, name: str, page_bytes: int, rounds: int, progress: Progress) -> Figures:
