@@ -74,7 +74,7 @@ async def opened(url: str) -> AsyncIterator[tuple[Backend, Workers]]:
             with anyio.fail_after(OPEN_S):
                 await backend.open()
         except TimeoutError as error:
-            raise BackendError(f"no answer within {OPEN_S:g} s") from error
+            raise BackendError(f"{url}: no answer within {OPEN_S:g} s: is it running, and are its keys set?") from error
         try:
             yield backend, workers
         finally:
