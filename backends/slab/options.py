@@ -25,8 +25,8 @@ class SlabOptions(NamedTuple):
     ``min_free_gb`` must be left on the disk after that (default 0).  ``admit=second``: only what has been asked for before is
     taken in.  ``write_gb_per_day``: more is refused until the next day (UTC), over all processes.
 
-    ``slab://`` only: ``direct``, whether bytes go past the page cache (``auto``: where the file system allows it); ``io``, what
-    keeps several requests under way (``auto``: io_uring where the kernel allows it, else threads).
+    ``slab://`` only: ``direct``, whether bytes go past the page cache (``auto``: where the file system allows it, but short objects
+    through it, as long as it has them); ``io``, what keeps several requests under way (``auto``: io_uring where the kernel allows it, else threads).
     """
 
     url: str
