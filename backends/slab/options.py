@@ -26,7 +26,8 @@ class SlabOptions(NamedTuple):
     taken in.  ``write_gb_per_day``: more is refused until the next day (UTC), over all processes.
 
     ``slab://`` only: ``direct``, whether bytes go past the page cache (``auto``: where the file system allows it, but short objects
-    through it, as long as it has them); ``io``, what keeps several requests under way (``auto``: io_uring where the kernel allows it, else threads).
+    through it, as long as it has them); ``io``, what keeps several requests under way (``auto``: io_uring where the kernel allows
+    it, else threads).
     """
 
     url: str
