@@ -19,7 +19,7 @@ from hicache_actors.backends.helping import Help
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.slab import store_file
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
-from hicache_actors.backends.slab.medium import File, Mapped, Medium
+from hicache_actors.backends.slab.medium import File, Mapped, Medium, check
 from hicache_actors.backends.slab.moves import Pieces
 from hicache_actors.backends.slab.options import SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
@@ -64,7 +64,9 @@ class SlabBackend(Backend):
         self._closed = False
 
     async def open(self) -> None:
-        await self._found()
+        if await self._found() is None and not self._maps:
+            with self._errors("open"):
+                await self._workers.run(check, self.options)
 
     async def close(self) -> None:
         # The descriptors close with their last user: a call that hangs must never find its number given to another file.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Final, Protocol
 
 import numpy as np
@@ -165,19 +167,43 @@ class File:
 
     def _give_up_direct(self, error: OSError) -> None:
         """Any thread; others may still be using the descriptor, so it stays open."""
-        reason = os.strerror(error.errno or 0)
         if self._must_be_direct:
-            raise ConfigError(
-                FIELD,
-                self._url,
-                f"direct=on, and the file system refuses it ({reason})",
-                fix="say direct=auto, or move it",
-            ) from error
+            raise _no_direct(self._url, error) from error
+        reason = os.strerror(error.errno or 0)
         with self._lock:
             if self._why_buffered:
                 return
             self._direct, self._why_buffered = -1, reason
         bind_log(backend="slab").warning("direct_io_refused", path=self._file.path, errno=error.errno, reason=reason)
+
+
+def check(options: SlabOptions) -> None:
+    """Where there is no store yet: try in its place what the options insist on.  Raises OSError; `ConfigError` if it is refused."""
+    if options.direct != "on" and options.io != "uring":
+        return
+    folder = options.folder
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".hicache-") as file, ExitStack() as stack:
+        os.ftruncate(file.fileno(), ALIGN)
+        fd = -1
+        if options.direct != "off":
+            try:
+                fd = _open_direct(file.name)
+                stack.callback(os.close, fd)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                if options.direct == "on":
+                    raise _no_direct(options.url, error) from error
+        _rings(options, fd)
+
+
+def _no_direct(url: str, error: OSError) -> ConfigError:
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(
+        FIELD, url, f"direct=on, and the file system refuses it ({reason})", fix="say direct=auto, or move it"
+    )
 
 
 def _rings(options: SlabOptions, fd: int) -> tuple[native.Rings | None, str]:

@@ -348,10 +348,15 @@ async def test_direct_io_that_must_be_had_is_refused_where_it_cannot_be(
         assert backend.stats()["io"] == way
         assert backend.stats()["why_buffered"] == ("direct=off" if choice == "off" else os.strerror(errno.EINVAL))
         await backend.close()
-    backend = SlabBackend(f"slab://{tmp_path}/on?gb=0.002&direct=on", workers)
-    await backend.open()
+    for option, words in (("direct=on", "direct=on"), ("io=uring", "io=uring"), ("direct=off&io=uring", "io=uring")):
+        backend = SlabBackend(f"slab://{tmp_path}/on?gb=0.002&{option}", workers)
+        with pytest.raises(ConfigError, match=words):  # though there is no store yet
+            await backend.open()
+        await backend.close()
+    assert sorted(os.listdir(tmp_path)) == ["auto", "off"], "the trial has left something"
+    backend = SlabBackend(f"slab://{tmp_path}/auto?gb=0.002&direct=on", workers)
     with pytest.raises(ConfigError, match="direct=on"):
-        await backend.write(*objects(1))
+        await backend.open()
     await backend.close()
 
 
