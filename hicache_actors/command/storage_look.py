@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -22,6 +23,7 @@ from hicache_actors.runtime.workers import Workers
 from hicache_actors.tiers.storage.neighbours import Neighbours, listed, lists_names, look_at
 
 DEADLINE_S: Final = 10.0
+_WAYS: Final = ("io", "requests", "why_buffered", "why_direct", "why_no_io_uring", "slots", "slot_bytes", "file_bytes")
 _UNSHARED: Final = "use unified keys everywhere, with the same storage.tp_lcm_size and storage.layer_partition"
 
 
@@ -47,7 +49,7 @@ def store(config: Config, shape: KVShape | None) -> Section | None:
     except HiCacheError as error:
         return Section("store", facts, (problem(f"it cannot be used: {error}", "start it, or correct storage.url"),))
     found = seen.neighbours
-    facts |= {"scope": seen.scope, "listed_names": found.listed}
+    facts |= {"scope": seen.scope, **seen.ways, "listed_names": found.listed}
     if keys is None:
         return Section("store", facts)
     facts |= {"own_names": found.ours, "others": found.others}
@@ -63,6 +65,7 @@ def _tp_size(config: Config, shape: KVShape) -> int:
 class _Seen(NamedTuple):
     scope: str
     longest_bytes: int | None  #: of an object that it takes: see `Backend.longest_bytes`
+    ways: Mapping[str, int | float | str]  #: how bytes move, and how large it is
     neighbours: Neighbours
 
 
@@ -74,7 +77,8 @@ async def _look(url: str, keys: KeyScheme | None, most: int) -> _Seen:
             with anyio.fail_after(DEADLINE_S):
                 await backend.open()
             with anyio.fail_after(DEADLINE_S):
-                return _Seen(backend.scope, backend.longest_bytes(), await _neighbours(backend, keys, most))
+                found = await _neighbours(backend, keys, most)
+                return _Seen(backend.scope, backend.longest_bytes(), _ways(backend), found)
         except TimeoutError as error:
             raise BackendError(f"no answer within {DEADLINE_S:g} s") from error
         finally:
@@ -82,6 +86,11 @@ async def _look(url: str, keys: KeyScheme | None, most: int) -> _Seen:
                 await backend.close()
     finally:
         workers.close()
+
+
+def _ways(backend: Backend) -> Mapping[str, int | float | str]:
+    """Of its statistics, what does not change while it is open."""
+    return {name: value for name, value in backend.stats().items() if name in _WAYS}
 
 
 async def _neighbours(backend: Backend, keys: KeyScheme | None, most: int) -> Neighbours:

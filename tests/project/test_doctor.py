@@ -558,6 +558,28 @@ def test_without_a_shape_a_store_is_opened_all_the_same(tmp_path: Path) -> None:
     assert section.findings == ()
 
 
+def test_how_a_slab_moves_bytes_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    url = f"slab://{tmp_path}/kv?gb=0.02&direct=off"
+    workers = Workers("doctor", 2)
+
+    async def fill() -> None:
+        backend = open_backend(url, workers)
+        await backend.open()
+        await backend.write(["key"], [memoryview(bytearray(70_000))])
+        await backend.close()
+
+    asyncio.run(fill())
+    workers.close(10.0)
+    found = examine(write_config(tmp_path, '[model]\nmodel_id = "tiny"\nweights = "1"\n', url=url), limit=LIMIT)
+    section = store_section(found)
+    assert section is not None
+    assert section.facts["io"] == "buffered"
+    assert section.facts["why_buffered"] == "direct=off"
+    assert (section.facts["slot_bytes"], section.facts["listed_names"]) == (73_728, 1)
+    assert section.facts["slots"] * 73_728 < section.facts["file_bytes"] <= 20_000_000
+
+
 def test_the_disks_of_all_stores_of_this_host_are_looked_at(tmp_path: Path) -> None:
     layers = f"slab://{tmp_path}/near?gb=0.001 nixl://{tmp_path}/far redis://127.0.0.1:1"
     found = examine(write_config(tmp_path, url=layers), probe=False, limit=LIMIT)
