@@ -2,14 +2,22 @@
 
     hash paths -> seal a batch (checksum and header, off the loop) -> store it -> RESULT
 
-Prefix order, one batch at a time while the next is being sealed; the first failure ends the job, so that no hole is stored.
-RESULT counts the leading pages that the store has acknowledged, written now or present before.
+Prefix order, as many batches at once as the store takes writes (`storage.write_concurrency`), and one that waits for its turn, so
+that no thread of the store waits for the loop.  The first failure ends the job: no batch begins after it.  RESULT counts the
+leading pages that the store has acknowledged, written now or present before.
+
+What was under way beside a batch that failed goes on, and may be stored: an object behind a hole.  A lookup never counts it, for it
+counts the leading run only; the next try finds it present, or the store evicts it like any other.
 
 A call to the store runs by itself, so the two stages need no tasks and no channel: each would cost turns of the loop between one
 batch and the next, while the disk has nothing to do.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 import anyio
 
@@ -41,6 +49,7 @@ class _Save:
     def __init__(self, movers: Movers, store: Store, job: OpenJob, batches: list[Batch]) -> None:
         self.hashes: tuple[bytes, ...] = ()
         self.acknowledged_pages = 0
+        self._failed = False
         self._paths: list[tuple[bytes, ...]] = []
         self._chains = store.chains(self._paths)
         self._movers, self._store, self._job, self._batches = movers, store, job, batches
@@ -56,24 +65,43 @@ class _Save:
         return len(self.hashes) == sum(batch.pages for batch in self._batches)
 
     async def run(self) -> None:
+        """Until all is stored, or what stands before the first failure is known."""
+        under_way: deque[tuple[Batch, Call[Sequence[Stored]]]] = deque()
         sealing = self._seal(self._batches[0])
-        for number, batch in enumerate(self._batches, start=1):
-            if not await sealing.answer():
-                return
-            if number < len(self._batches):
-                sealing = self._seal(self._batches[number])
-            if not await self._write(batch):
-                return
+        try:
+            for number, batch in enumerate(self._batches, start=1):
+                if not await sealing.answer():
+                    break
+                if number < len(self._batches):
+                    sealing = self._seal(self._batches[number])
+                while under_way and under_way[-1][1].waiting:
+                    if not await self._acknowledge(*under_way.popleft()):
+                        return
+                under_way.append((batch, self._write(batch)))
+            while under_way:
+                if not await self._acknowledge(*under_way.popleft()):
+                    return
+        finally:
+            for _, writing in under_way:
+                writing.withdraw()
 
     def _seal(self, batch: Batch) -> Call[bool]:
         sealing = self._store.seal(self._names(batch), batch.slots)
         self._job.hold(sealing)  # it writes headers into the slots
         return sealing
 
-    async def _write(self, batch: Batch) -> bool:
-        """Store a sealed batch -> whether all of it is stored now."""
+    def _write(self, batch: Batch) -> Call[Sequence[Stored]]:
         writing = self._store.write(self._names(batch), batch.slots, self._wanted, chains=self._chains)
         self._job.hold(writing)
+        writing.when_answered(partial(self._answered, batch.pages))
+        return writing
+
+    def _answered(self, pages: int, outcomes: Sequence[Stored]) -> None:
+        """At once, so that none begins behind one that has failed."""
+        self._failed |= len(outcomes) < pages or Stored.FAILED in outcomes
+
+    async def _acknowledge(self, batch: Batch, writing: Call[Sequence[Stored]]) -> bool:
+        """The next batch in prefix order -> whether all of it is stored now."""
         outcomes = await writing.answer()
         stored = 0
         while stored < len(outcomes) and outcomes[stored] is not Stored.FAILED:
@@ -93,7 +121,7 @@ class _Save:
         return stored == batch.pages
 
     def _wanted(self) -> bool:
-        return not self._job.answered
+        return not self._failed and not self._job.answered
 
     def _names(self, batch: Batch) -> tuple[bytes, ...]:
         return self.hashes[batch.first_page : batch.first_page + batch.pages]

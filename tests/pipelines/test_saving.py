@@ -13,6 +13,7 @@ from hicache_actors.backends import backend as contract
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Hanging, Slow, Wrapper
 from hicache_actors.cache.api import Stored
+from hicache_actors.config import Deadlines
 from hicache_actors.errors import BackendError
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import evict_device, open_small, prompt
@@ -128,23 +129,54 @@ def test_a_backup_stops_at_its_first_failure_so_that_no_hole_is_stored(seed: int
 
 
 @SEEDS
-def test_batches_are_stored_in_prefix_order_and_the_first_failure_ends_the_job(seed: int | None) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_batches_are_stored_in_prefix_order_and_the_first_failure_ends_the_job(at_once: int, seed: int | None) -> None:
+    """Those that are under way beside the one that fails are stored, and do not count; no more begin."""
+
     class Ordered(Clocked):
         async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[contract.Stored]:
             batches.append(len(keys))
-            if len(batches) == 2:
+            number = len(batches)
+            await anyio.sleep(0.01 * number)  # so that all begin that may, and end in order
+            if number == 1:
                 raise BackendError("planted")
             return await super().write(keys, buffers)
 
     batches: list[int] = []
 
     async def main() -> None:
-        async with open_small(device_pages=260, host_pages=260, backend=Ordered(0)) as small:
-            await request(small, prompt(200))
-            assert await small.cache.stored(prompt(200), 0.9) == Stored(4 * 64, "pending")
-            assert batches == [64, 64]
-            assert await small.cache.stored(prompt(200), 60.0) == Stored(4 * 200, None)
-            assert batches == [64, 64, 64, 64, 8]
+        store = Ordered(0)
+        async with open_small(device_pages=390, host_pages=390, backend=store, write_concurrency=at_once) as small:
+            await request(small, prompt(330))
+            assert await small.cache.stored(prompt(330), 0.9) == Stored(0, "pending")
+            assert batches == [64] * at_once
+            assert store.inner.stats()["objects"] == 64 * (at_once - 1)
+            assert await small.cache.stored(prompt(330), 60.0) == Stored(4 * 330, None)
+            assert batches[at_once:] == [64, 64, 64, 64, 64, 10]
+            assert small.cache.snapshot().storage.present_pages == 64 * (at_once - 1)
+
+    run_checked(main, seed)
+
+
+@SEEDS
+def test_a_backup_that_is_given_up_is_released_when_all_that_was_under_way_has_ended(seed: int | None) -> None:
+    """RESULT comes at its deadline, with two batches at the store and one waiting: the slots stay in limbo until both return."""
+
+    async def main() -> None:
+        store = Hanging(MemoryBackend(), ["write"])
+        deadlines = Deadlines(backup_s=1.0)
+        async with open_small(device_pages=260, host_pages=260, backend=store, deadlines=deadlines) as small:
+            await request(small, prompt(250))
+            await anyio.sleep(0.5)
+            lane = small.cache.snapshot().storage.lanes["write"]
+            assert (lane.running_calls, lane.waiting_calls) == (2, 1)
+            await anyio.sleep(0.6)
+            assert small.cache.pipelines.open_jobs == 1
+            lane = small.cache.snapshot().storage.lanes["write"]
+            assert (lane.running_calls, lane.waiting_calls) == (2, 0)
+            store.release()
+            assert await small.cache.stored(prompt(250), 60.0) == Stored(4 * 250, None)
+            await small.cache.pipelines.idle()
 
     run_checked(main, seed)
 

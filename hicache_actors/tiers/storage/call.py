@@ -52,9 +52,18 @@ class Call(Generic[T]):
             try:
                 await waiter
             except BaseException:
-                self._withdraw()
+                self.withdraw()
                 raise
         return self._value
+
+    @property
+    def waiting(self) -> bool:
+        """Others go first."""
+        return self.state == "waiting"
+
+    def withdraw(self) -> None:
+        """Nobody wants it any more: it ends now if it has not begun, else it goes on."""
+        self._withdraw()
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """When it has ended; at once, if it has."""
