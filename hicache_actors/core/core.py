@@ -174,7 +174,8 @@ class Core(RequestCalls, BlockCalls, FetchCalls, OperatorCalls, RoomCalls, Store
         """
         if self.state.tree.has_garbage or self.state.residents.moving or self._backlog.ready or self._opening.idle:
             return self.state.now_ms
-        due = self._saving.next_due_ms, self._waiting.next_due_ms, self._rooms.next_due_ms
+        # Asked for at the end of each section: what has no work is not called.
+        due = (part.next_due_ms for part in (self._saving, self._waiting, self._rooms) if part.has_dues)
         return min((ms for ms in due if ms is not None), default=None)
 
     @property

@@ -134,6 +134,10 @@ class Rooms:
         return any(wait.deadline_ms is not None for wait in self.waits.values())
 
     @property
+    def has_dues(self) -> bool:
+        return bool(self.waits)
+
+    @property
     def next_due_ms(self) -> int | None:
         """When the first deadline is over; now, if its time has not begun."""
         due = [

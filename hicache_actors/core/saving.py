@@ -266,6 +266,10 @@ class Saving:
         self._back_up(run, retry.tokens, retry.tries)
 
     @property
+    def has_dues(self) -> bool:
+        return self._backup is not None or bool(self.retries)
+
+    @property
     def next_due_ms(self) -> int | None:
         due = [retry.due_ms for retry in self.retries]
         if self._backup is not None:

@@ -162,6 +162,10 @@ class Waiting:
         return under_way
 
     @property
+    def has_dues(self) -> bool:
+        return bool(self.acquires)
+
+    @property
     def next_due_ms(self) -> int | None:
         """When the first of those who wait for room stops waiting; now, if somebody's time is still to begin."""
         if any(acquire.started_ms is None and acquire.deadline_s is not None for acquire in self.acquires.values()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from hicache_actors.core.records import Changed
@@ -38,7 +39,7 @@ from hicache_actors.pipelines.job import OpenJob, run_job
 from hicache_actors.pipelines.load import load
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.opening import open_memory
-from hicache_actors.pipelines.prefetch import look_up, prefetch
+from hicache_actors.pipelines.prefetch import Found, look_up, prefetch
 from hicache_actors.pipelines.write_back import write_back
 from hicache_actors.ranks import Board
 from hicache_actors.runtime import System, bind_log
@@ -148,7 +149,7 @@ class Pipelines:
                 case StartBackup():
                     self._spawn_at_store(backup, effect)
                 case StartPrefetch():
-                    self._spawn_at_store(prefetch, effect, look_up)
+                    self._fetch(effect)
                 case StartDrain():
                     if self._draining:
                         self._drain(effect)
@@ -194,35 +195,50 @@ class Pipelines:
             job.close()
 
     def _spawn_at_store(
-        self,
-        pipeline: Callable[..., Coroutine[Any, Any, None]],
-        start: S,
-        begin: Callable[[Movers, Store, S, OpenJob], object] | None = None,
+        self, pipeline: Callable[[Movers, Store, S, OpenJob], Coroutine[Any, Any, None]], start: S
     ) -> None:
-        """The job is about the store that is attached now, and the names that it gives now, whichever are when it runs.
-
-        ``begin`` is what it need not have a turn for; the pipeline gets what comes of it as ``begun``.
-        """
-        store = self._movers.storage.store
-        if store is None:  # the cache is closing, and has taken back what Core was attaching
-            job = self.open_job(start.job)
-            job.answer_rest()
-            job.close()
+        """The job is about the store that is attached now, and the names that it gives now, whichever are when it runs."""
+        store = self._enter_store(self.open_job(start.job))
+        if store is None:
             return
-
         named = store.named()
-        begun: dict[str, object] = {}
-        if begin is not None:
-            try:
-                begun["begun"] = begin(self._movers, named, start, self.open_job(start.job))
-            except Exception as error:  # a bug: the pipeline meets it again, in the group that it breaks
-                self._log.error("begin_failed", job=start.job, exc_info=error)
 
         async def at_store(movers: Movers, start: S, job: OpenJob) -> None:
-            await pipeline(movers, named, start, job, **begun)
+            await pipeline(movers, named, start, job)
 
-        store.enter()
         self._spawn(pipeline.__name__, at_store, start, store.leave)
+
+    def _enter_store(self, job: OpenJob) -> Store | None:
+        """The store, which the job has to leave; None: the cache is closing, and has taken back what Core was attaching."""
+        store = self._movers.storage.store
+        if store is None:
+            job.answer_rest()
+            job.close()
+        else:
+            store.enter()
+        return store
+
+    def _fetch(self, start: StartPrefetch) -> None:
+        """Look up at once; the pipeline begins when there is something to read, or much to hash first."""
+        job = self.open_job(start.job)
+        store = self._enter_store(job)
+        if store is None:
+            return
+        named = store.named()
+
+        def go_on(found: Found | None) -> None:
+            if found is None or found.pages:
+                self._spawn("prefetch", partial(prefetch, store=named, found=found), start, store.leave)
+            else:
+                store.leave()
+                job.answer_rest()
+                job.close()
+
+        try:
+            look_up(self._movers, named, start, job, go_on)
+        except Exception as error:  # a bug: the pipeline meets it again, in the group that it breaks
+            self._log.error("lookup_failed", job=start.job, exc_info=error)
+            go_on(None)
 
     async def _run(
         self,

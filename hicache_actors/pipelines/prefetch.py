@@ -9,6 +9,8 @@ the front counts.  A read that hangs goes on in its task; its slots stay in limb
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 import anyio
@@ -22,60 +24,88 @@ from hicache_actors.tiers.storage import Call, Chains, Store
 from hicache_actors.transfer.batch import Batch
 
 
-class Lookup(NamedTuple):
-    """The query of a fetch, under way: none if there is nothing to ask for."""
+class Found(NamedTuple):
+    """What a lookup has found: the first ``pages`` of ``hashes``.  ``deadline``: of the whole fetch, on the loop's clock."""
 
     hashes: tuple[bytes, ...]
     chains: Chains
-    query: Call[int] | None
+    pages: int
+    deadline: float
 
 
-def look_up(movers: Movers, store: Store, start: StartPrefetch, job: OpenJob) -> Lookup | None:
-    """Begin the lookup of a path that is hashed at once, before its pipeline has a turn: requests wait for nothing as often.
-
-    None: the hashes take longer, and the pipeline asks when they are there.
-    """
-    hashed = movers.hash_here(start.path)
-    return None if hashed is None else _ask(store, start, job, hashed)
-
-
-def _ask(store: Store, start: StartPrefetch, job: OpenJob, hashed: tuple[bytes, ...]) -> Lookup:
-    hashes, chains = hashed[start.path.first_page :], store.chains((hashed,))
-    if not hashes:
-        return Lookup(hashes, chains, None)
-    query = store.query(hashes, chains=chains, priority=start.priority)
-    query.when_answered(job.hit)  # Core need not wait until the coroutine has its turn
-    return Lookup(hashes, chains, query)
-
-
-async def prefetch(
-    movers: Movers, store: Store, start: StartPrefetch, job: OpenJob, *, begun: Lookup | None = None
+def look_up(
+    movers: Movers, store: Store, start: StartPrefetch, job: OpenJob, found: Callable[[Found | None], None]
 ) -> None:
-    """``begun``: its lookup, if that is under way."""
+    """Ask the store at once, without a task: who finds nothing, as most new prompts do, waits for its answer alone.
+
+    ``found`` is called once, on the loop: with None if the path takes long to hash, and nothing has been asked yet.
+    """
     deadline = movers.at(movers.prefetch_limit_s(start.path.pages, start.deadline_s))
-    hit = 0
-    with anyio.CancelScope(deadline=deadline):
-        if begun is None:
-            begun = _ask(store, start, job, await movers.hash_path(start.path))
-        if begun.query is not None:
-            hit = await begun.query.answer()
-    job.hit(hit)
+    hashed = movers.hash_here(start.path)
+    if hashed is None:
+        found(None)
+        return
+    hashes, chains, query = _ask(store, start, job, hashed)
+    if query is None:
+        found(Found(hashes, chains, 0, deadline))
+        return
+
+    def give_up() -> None:
+        query.withdraw()
+        query.give_up()
+
+    timer = asyncio.get_running_loop().call_at(deadline, give_up)
+
+    def answered(pages: int) -> None:
+        timer.cancel()
+        found(Found(hashes, chains, pages, deadline))
+
+    query.when_answered(answered)
+
+
+async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob, *, store: Store, found: Found | None) -> None:
+    """``found``: by a lookup that has been answered; None: it is made here."""
+    if found is None:
+        found = await _hash_and_look_up(movers, store, start, job)
+    job.hit(found.pages)
     slots = await job.granted()
-    if slots is None or begun is None:
+    if slots is None:
         return
     begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
-    fetch = _Fetch(movers, store, start.priority, job, begun, movers.batches(slots))
-    with anyio.CancelScope(deadline=deadline):
+    fetch = _Fetch(movers, store, start.priority, job, found, movers.batches(slots))
+    with anyio.CancelScope(deadline=found.deadline):
         await fetch.run()
     fetch.report(begun_s)
+
+
+async def _hash_and_look_up(movers: Movers, store: Store, start: StartPrefetch, job: OpenJob) -> Found:
+    deadline = movers.at(movers.prefetch_limit_s(start.path.pages, start.deadline_s))
+    hashes: tuple[bytes, ...] = ()
+    chains, pages = store.chains(()), 0
+    with anyio.CancelScope(deadline=deadline):
+        hashes, chains, query = _ask(store, start, job, await movers.hash_path(start.path))
+        if query is not None:
+            pages = await query.answer()
+    return Found(hashes, chains, pages, deadline)
+
+
+def _ask(
+    store: Store, start: StartPrefetch, job: OpenJob, hashed: tuple[bytes, ...]
+) -> tuple[tuple[bytes, ...], Chains, Call[int] | None]:
+    hashes, chains = hashed[start.path.first_page :], store.chains((hashed,))
+    if not hashes:
+        return hashes, chains, None
+    query = store.query(hashes, chains=chains, priority=start.priority)
+    query.when_answered(job.hit)  # Core need not wait until a pipeline has its turn
+    return hashes, chains, query
 
 
 class _Fetch:
     """The reading half, after the grant."""
 
     def __init__(
-        self, movers: Movers, store: Store, priority: int, job: OpenJob, found: Lookup, batches: list[Batch]
+        self, movers: Movers, store: Store, priority: int, job: OpenJob, found: Found, batches: list[Batch]
     ) -> None:
         self._movers, self._store, self._priority, self._job = movers, store, priority, job
         self._hashes, self._chains, self._batches = found.hashes, found.chains, batches
