@@ -21,7 +21,7 @@ from hicache_actors.core.evictions import Cause
 from hicache_actors.core.node import SAVING, STORED, UNSTORED, WAITING, Node
 from hicache_actors.core.saving_jobs import BackupJob, Range, SavingJob, WriteBackJob
 from hicache_actors.core.state import Note, State
-from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT_BYTES, Path, Phase, Tokens
+from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT_BYTES, Gather, Path, Phase, Tokens
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
@@ -300,10 +300,13 @@ class Saving:
             self.state.effects.append(self._write_back.effect())
             self._write_back = None
         backup = self._backup
-        if backup is not None and (
-            awaited or backup.due_ms <= self.state.now_ms or self.section_backup_pages >= self._gather_pages
-        ):
+        if backup is None:
+            return
+        if awaited or backup.due_ms <= self.state.now_ms or self.section_backup_pages >= self._gather_pages:
             self.end_backup()
+        elif not backup.announced:
+            backup.announced = True
+            self.state.effects.append(Gather(backup.id))
 
     def end_backup(self) -> None:
         """Nothing more is added to the backup that is being made up: it starts."""

@@ -87,7 +87,8 @@ class BackupJob(SavingJob):
 
     def __init__(self, saving: Saving, due_ms: int) -> None:
         super().__init__(saving)
-        self.due_ms, self.started = due_ms, False
+        self.due_ms = due_ms
+        self.started = self.announced = False
         self.paths: list[Path] = []
         self.storage_epoch = saving.state.storage_epoch
 

@@ -252,6 +252,12 @@ class StartBackup(msgspec.Struct, frozen=True):
     paths: tuple[Path, ...]
 
 
+class Gather(msgspec.Struct, frozen=True):
+    """A backup is open, and waits for more pages before it starts."""
+
+    job: int
+
+
 class StartDrain(msgspec.Struct, frozen=True):
     """Report RELEASED when all ``events`` (of forward passes) and ``holds`` have fired: spoilt, if an event ends with an error."""
 
@@ -348,6 +354,7 @@ Effect: TypeAlias = (
     | Grant
     | Settled
     | StopJob
+    | Gather
     | Forget
     | Wake
     | StartAttach

@@ -16,6 +16,7 @@ from hicache_actors.core.records import Changed
 from hicache_actors.core.words import (
     Effect,
     Forget,
+    Gather,
     Grant,
     Settled,
     StartAttach,
@@ -60,6 +61,7 @@ class Pipelines:
         self._lock = threading.Lock()
         self._jobs: dict[int, OpenJob] = {}
         self._waiters: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
+        self._gathering: set[int] = set()  # jobs that are open, and not started yet
         self._idle = asyncio.Event()
         self._drains: set[asyncio.Task[None]] = set()
         self._draining = True
@@ -135,7 +137,7 @@ class Pipelines:
 
     async def idle(self) -> None:
         """Wait until no job is open."""
-        while self._jobs:
+        while self._jobs or self._gathering:
             self._idle.clear()
             await self._idle.wait()
 
@@ -146,7 +148,10 @@ class Pipelines:
                     self._spawn("load", load, effect)
                 case StartWriteBack():
                     self._spawn("write_back", write_back, effect)
+                case Gather():
+                    self._gathering.add(effect.job)
                 case StartBackup():
+                    self._gathering.discard(effect.job)
                     self._spawn_at_store(backup, effect)
                 case StartPrefetch():
                     self._fetch(effect)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hicache_actors.core import Core
-from hicache_actors.core.words import Phase, StartBackup, UseStorage, UseWeights, encode_result
+from hicache_actors.core.words import Gather, Phase, StartBackup, UseStorage, UseWeights, encode_result
 from hicache_actors.errors import ConfigError
 
 from .kit import PAGE, Toks, answer, compute, make, of_type, whole, woken
@@ -76,6 +76,16 @@ def test_a_job_that_gathers_is_open_and_has_no_place_on_the_wire() -> None:
     assert core.usage().host.evictable_pages == 0, "its pages are pinned"
     pass_ms(core, GATHER_MS)
     assert [phase for _, phase in core.wire().slots] == [Phase.RUN]
+    finish(core)
+
+
+def test_it_is_announced_once_so_that_nobody_takes_the_cache_for_idle() -> None:
+    core = gathering()
+    (gathers,) = of_type(publish(core, 1), Gather)
+    effects = publish(core, 2) + pass_ms(core, GATHER_MS)
+    assert of_type(effects, Gather) == []
+    (backup,) = of_type(effects, StartBackup)
+    assert backup.job == gathers.job
     finish(core)
 
 
