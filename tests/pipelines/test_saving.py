@@ -16,7 +16,8 @@ from hicache_actors.cache.api import Stored
 from hicache_actors.config import Deadlines
 from hicache_actors.errors import BackendError
 from hicache_actors.testing.lives import reference_token, request, run_checked
-from hicache_actors.testing.small import evict_device, open_small, prompt
+from hicache_actors.testing.small import Small, evict_device, open_small, prompt
+from hicache_actors.tiers.storage.words import StorageSnapshot
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 PAGES = 6
@@ -153,7 +154,7 @@ def test_batches_are_stored_in_prefix_order_and_the_first_failure_ends_the_job(a
             assert store.inner.stats()["objects"] == 64 * (at_once - 1)
             assert await small.cache.stored(prompt(330), 60.0) == Stored(4 * 330, None)
             assert batches[at_once:] == [64, 64, 64, 64, 64, 10]
-            assert small.cache.snapshot().storage.present_pages == 64 * (at_once - 1)
+            assert _storage(small).present_pages == 64 * (at_once - 1)
 
     run_checked(main, seed)
 
@@ -168,11 +169,11 @@ def test_a_backup_that_is_given_up_is_released_when_all_that_was_under_way_has_e
         async with open_small(device_pages=260, host_pages=260, backend=store, deadlines=deadlines) as small:
             await request(small, prompt(250))
             await anyio.sleep(0.5)
-            lane = small.cache.snapshot().storage.lanes["write"]
+            lane = _storage(small).lanes["write"]
             assert (lane.running_calls, lane.waiting_calls) == (2, 1)
             await anyio.sleep(0.6)
             assert small.cache.pipelines.open_jobs == 1
-            lane = small.cache.snapshot().storage.lanes["write"]
+            lane = _storage(small).lanes["write"]
             assert (lane.running_calls, lane.waiting_calls) == (2, 0)
             store.release()
             assert await small.cache.stored(prompt(250), 60.0) == Stored(4 * 250, None)
@@ -266,3 +267,9 @@ def test_what_the_host_has_no_room_for_is_counted_and_computed_again(seed: int |
             assert await request(small, asked) == reference_token(small, asked)
 
     run_checked(main, seed)
+
+
+def _storage(small: Small) -> StorageSnapshot:
+    found = small.cache.snapshot().storage
+    assert found is not None
+    return found
