@@ -62,6 +62,7 @@ class Pipelines:
         self._jobs: dict[int, OpenJob] = {}
         self._waiters: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
         self._gathering: set[int] = set()  # jobs that are open, and not started yet
+        self._looking_up: set[OpenJob] = set()  # jobs that have no pipeline yet, and touch nothing
         self._idle = asyncio.Event()
         self._drains: set[asyncio.Task[None]] = set()
         self._draining = True
@@ -106,10 +107,12 @@ class Pipelines:
     def give_up(self, why: BaseException) -> None:
         """The task group is dying: no open job may wait for an answer that will not come.
 
-        RELEASED is not given up: each pipeline ends by itself, and what it submitted is waited for.
+        RELEASED is not given up: each pipeline ends by itself, and what it submitted is waited for.  A lookup holds nothing.
         """
         for job in list(self._jobs.values()):
             job.answer_rest(why)
+        for job in self._looking_up:
+            job.close()
 
     def stop_waiting(self) -> None:
         """The cache is closing: nobody is answered any more."""
@@ -232,6 +235,7 @@ class Pipelines:
         named = store.named()
 
         def go_on(found: Found | None) -> None:
+            self._looking_up.discard(job)
             if found is None or found.pages:
                 self._spawn("prefetch", partial(prefetch, store=named, found=found), start, store.leave)
             else:
@@ -239,6 +243,7 @@ class Pipelines:
                 job.answer_rest()
                 job.close()
 
+        self._looking_up.add(job)
         try:
             look_up(self._movers, named, start, job, go_on)
         except Exception as error:  # a bug: the pipeline meets it again, in the group that it breaks
