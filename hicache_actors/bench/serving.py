@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Final
 
 import torch
@@ -253,19 +253,27 @@ async def _overhead(on: Serving, off: Serving, sizes: Sizes, progress: Progress)
     with_s: list[float] = []
     without_s: list[float] = []
     bare_s: list[float] = []
+    cpu_s: dict[Serving, list[float]] = {on: [], off: []}
     for number in range(sizes.pairs):
         progress.step("overhead")
         prompt = on.new_prompt()
         for serving, times_s in ((on, with_s), (off, without_s)) if number % 2 else ((off, without_s), (on, with_s)):
+            begun_cpu_s = process_time()
             times_s.append((await serving.answer(prompt, ANSWER_TOKENS))[-1])
             await serving.settle()
+            cpu_s[serving].append(process_time() - begun_cpu_s)
         bare_s.append(await _bare(off, prompt))
-    extra_s = [one - other for one, other in zip(with_s, without_s, strict=True)]
     return {
         "request_ms": spread(with_s, scale=1e3),
-        "overhead_ms_p50": round(median(extra_s) * 1e3, 3),
+        "overhead_ms_p50": _extra_ms(with_s, without_s),
+        "overhead_cpu_ms_p50": _extra_ms(cpu_s[on], cpu_s[off]),
         "bare_ms_p50": round(median(bare_s) * 1e3, 3),
     }
+
+
+def _extra_ms(with_s: Sequence[float], without_s: Sequence[float]) -> float:
+    """Median over pairs."""
+    return round(median(one - other for one, other in zip(with_s, without_s, strict=True)) * 1e3, 3)
 
 
 async def _bare(off: Serving, prompt: Sequence[int]) -> float:

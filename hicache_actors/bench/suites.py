@@ -70,6 +70,8 @@ Serves a small random Llama (4 layers, on the CPU, one thread) and times what re
   busy_gb_s          what moved meanwhile, all directions together, in 1e9 bytes a second
   request_ms         a new prompt of 256 tokens and 4 tokens of answer, with all tiers on
   overhead_ms_p50    that request minus the same with the cache switched off: median of pairs
+  overhead_cpu_ms_p50
+                     the same of processor time, with all that is stored after the end of the request
   bare_ms_p50        the same request in a bare loop of forward passes, without engine and cache
 
 Figures without p50 in their name have p50 and p99.  Takes about a minute.
