@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
 from hicache_actors.errors import BackendError, StoppedError
@@ -39,35 +39,10 @@ class _Call:
         return str(getattr(self.fn, "__qualname__", repr(self.fn)))
 
 
-class _Rest:
-    """A thread that waits for its next call."""
-
-    __slots__ = ("_gate", "_next")
-
-    def __init__(self) -> None:
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._next: _Call | None = None
-
-    def give(self, call: _Call | None) -> None:
-        """None: leave."""
-        self._next = call
-        self._gate.release()
-
-    def take(self) -> _Call | None:
-        self._gate.acquire()
-        call, self._next = self._next, None
-        return call
-
-
 class Workers:
     """At most ``size`` calls at once, and at most ``max_lost`` lost ones beside them; threads start on demand.
 
     ``max_lost`` None is for calls that do end, such as computations: a lost one keeps its place, and others wait for it.
-
-    A call is given to the thread that has rested for the shortest time, by whoever submits it.  With one queue for all, each thread
-    that takes a call wakes the next one: that is in its way, and on a busy machine it starts on the same core behind it, while
-    another core idles.
 
     On a loop with a true attribute ``threadless`` (virtual time) calls run on the loop itself, one per callback.
     """
@@ -79,8 +54,7 @@ class Workers:
         self._size = size
         self._max_lost = max_lost
         self._lock = threading.Lock()
-        self._waiting: deque[_Call] = deque()  # in no thread's hands yet
-        self._resting: list[_Rest] = []  # only while nothing waits
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._calls: dict[_Call, None] = {}  # queued or running, in order of submission
         self._numbers = 0
@@ -160,11 +134,8 @@ class Workers:
                 raise BackendError(f"workers {self.name}: {self._lost} calls hang, {self._max_lost} are allowed")
             self._calls[call] = None
             if loop is None:
-                if self._resting:
-                    self._resting.pop().give(call)
-                else:
-                    self._waiting.append(call)
-                    self._grow()
+                self._queue.put(call)
+                self._grow()
         if loop is not None:
             loop.call_soon(self._execute, call)
         return call
@@ -177,27 +148,18 @@ class Workers:
             thread.start()
 
     def _work(self) -> None:
-        rest = _Rest()
-        while (call := self._next(rest)) is not None:
+        while True:
+            call = self._queue.get()
+            if call is None:
+                break
             self._execute(call)
             del call  # an idle thread keeps no buffers alive
+            with self._lock:
+                if len(self._threads) > self._size + self._lost:  # it was lost and has been replaced
+                    self._threads.discard(threading.current_thread())  # now, or another one leaves as well
+                    return
         with self._lock:
             self._threads.discard(threading.current_thread())
-
-    def _next(self, rest: _Rest) -> _Call | None:
-        """The call that this thread runs next, or None: it leaves."""
-        with self._lock:
-            if len(self._threads) > self._size + self._lost:  # it was lost and has been replaced
-                self._threads.discard(
-                    threading.current_thread()
-                )  # now, so that nobody else leaves instead of it as well
-                return None
-            if self._waiting:
-                return self._waiting.popleft()
-            if self._closed:
-                return None
-            self._resting.append(rest)
-        return rest.take()
 
     def _execute(self, call: _Call) -> None:
         with self._lock:
@@ -235,9 +197,8 @@ class Workers:
                 return
             self._closed = True
             waiting = [call for call in self._calls if not call.started]
-            resting, self._resting = self._resting, []
-        for rest in resting:
-            rest.give(None)
+            for _ in self._threads:
+                self._queue.put(None)
         for call in waiting:
             call.future.cancel()
 
