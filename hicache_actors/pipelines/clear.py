@@ -20,9 +20,8 @@ from hicache_actors.runtime import bind_log
 from hicache_actors.tiers.storage import Store
 from hicache_actors.tiers.storage.call import Call
 from hicache_actors.tiers.storage.neighbours import lists_names
-from hicache_actors.tiers.storage.scrub import Names
+from hicache_actors.tiers.storage.scrub import Names, listing
 
-_NAMES_AT_ONCE: Final = 256
 _REMOVED_AT_ONCE: Final = 64
 
 
@@ -54,21 +53,9 @@ async def _remove_all(store: Store, job: OpenJob) -> NotOpened | None:
         return None  # another rank does
     if not can_be_cleared(store.backend):
         return "refused"
-    names, listed = Names(store.keys), store.backend.keys()
-    more: bool | None = True
-    while more:
-        some: list[str] = []
-
-        async def take(some: list[str] = some) -> bool:
-            async for name in listed:
-                some.append(name)
-                if len(some) >= _NAMES_AT_ONCE:
-                    return True
-            return False
-
-        failed: bool | None = None
-        more = await store.calls.start(Call("list", failed), "query", take, _as_is).answer()
-        if more is None:
+    names = Names(store.keys)
+    async for some in listing(store):
+        if some is None:
             return "failed"
         own = [name for name in some if names.find(name) is not None]
         for at in range(0, len(own), _REMOVED_AT_ONCE):

@@ -65,7 +65,9 @@ class Scrubber:
         """Look at every object once.  Ends early when the store is detached, does not list, or gets other names."""
         keys = store.keys
         names = Names(keys)
-        async for some in _listing(store):
+        async for some in listing(store):
+            if some is None:
+                return
             found = [(name, *place) for name in some if (place := names.find(name)) is not None]
             while found:
                 batch: list[tuple[str, bytes, int]] = []
@@ -113,10 +115,11 @@ class Scrubber:
                 store.quarantine(name)
 
 
-async def _listing(store: Store) -> AsyncIterator[list[str]]:
-    """The names in a store, a few at a time; each few are one call, with its deadline.  Ends where one fails."""
+async def listing(store: Store) -> AsyncIterator[list[str] | None]:
+    """The names in a store, a few at a time; each few are one call, with its deadline.  None, and no more, if one fails."""
     names = store.backend.keys()
-    while True:
+    more: bool | None = True
+    while more:
         some: list[str] = []
 
         async def take(some: list[str] = some) -> bool:
@@ -129,7 +132,8 @@ async def _listing(store: Store) -> AsyncIterator[list[str]]:
         async def tell(more: bool) -> bool:
             return more
 
-        more = await store.calls.start(Call("list", False), "query", take, tell).answer()
+        failed: bool | None = None
+        more = await store.calls.start(Call("list", failed), "query", take, tell).answer()
         yield list(some)
-        if not more:
-            return
+    if more is None:
+        yield None
