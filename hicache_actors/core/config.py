@@ -33,7 +33,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     long do pages that have come to the host wait for others that are stored with them, while nobody waits for them.
     ``enabled=False``: nothing is ever published, so nothing is found.  ``table_slots`` and ``table_rows`` are the places of jobs on
     the wire (HIT or RESULT values, RELEASED elements).  ``retry_delays_s`` are those of failed backups, on the agreed clock; their
-    number of retries.
+    number is that of the retries.
     """
 
     page_size: int

@@ -248,7 +248,8 @@ class Pipelines:
             look_up(self._movers, named, start, job, go_on)
         except Exception as error:  # a bug: the pipeline meets it again, in the group that it breaks
             self._log.error("lookup_failed", job=start.job, exc_info=error)
-            go_on(None)
+            if job in self._looking_up:
+                go_on(None)
 
     async def _run(
         self,
