@@ -581,7 +581,7 @@ def test_how_a_slab_moves_bytes_is_told(tmp_path: Path) -> None:
 
 
 def test_the_disks_of_all_stores_of_this_host_are_looked_at(tmp_path: Path) -> None:
-    layers = f"slab://{tmp_path}/near?gb=0.001 nixl://{tmp_path}/far redis://127.0.0.1:1"
+    layers = f"slab://{tmp_path}/near?gb=0.001 file://{tmp_path}/far redis://127.0.0.1:1"
     found = examine(write_config(tmp_path, url=layers), probe=False, limit=LIMIT)
     disks_seen = [section.facts["folder"] for section in found.sections if section.name.startswith("disk ")]
     assert disks_seen == [f"{tmp_path}/near", f"{tmp_path}/far"]
