@@ -2,7 +2,7 @@
 
 Inter-token latency is that of decodes that run while (idle) no tier moves a byte, and (busy) loads, write-backs, backups and
 prefetches follow each other without a pause on the same cache and loop.  Overhead is measured in pairs: a new prompt through the
-engine with all tiers on, and through the same engine with the cache switched off, one after the other, in changing order.
+engine with all tiers on, and through the same engine and model with the cache switched off, one after the other, in changing order.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def run(options: Namespace, *, quiet: bool = False) -> Figures:
 
 
 async def measure(url: str, sizes: Sizes, *, quiet: bool) -> Figures:
-    progress = Progress(2 * sizes.ttfts + 2 * sizes.rounds + sizes.pairs, quiet=quiet)
+    progress = Progress(2 * (sizes.ttfts + sizes.rounds + sizes.pairs), quiet=quiet)
     figures: dict[str, float | str | Figures] = {}
     try:
         async with AsyncExitStack() as stack:
-            on = await stack.enter_async_context(_open(url))
-            off = await stack.enter_async_context(_open(None))
+            model = _model()
+            on = await stack.enter_async_context(_open(url, model))
+            off = await stack.enter_async_context(_open(None, model))
             await _warm_up(on, off)
             for name, latencies_s in (await _first_tokens(on, sizes, progress)).items():
                 figures[name] = spread(latencies_s, scale=1e3)
@@ -110,14 +111,10 @@ class Serving:
         await self.cache.pipelines.idle()
 
 
-@asynccontextmanager
-async def _open(url: str | None) -> AsyncIterator[Serving]:
-    """``url`` None: the cache is switched off."""
+def _model() -> Any:
+    """One for both engines: each would find weights of its own pushed out of the processor's cache by the other's."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-
-        from hicache_actors.integrations.serving import ServedModel, ServingEngine
-        from hicache_actors.integrations.transformers import kv_shape_of, model_facts
     except ImportError as error:
         raise MissingExtraError("transformers", "transformers") from error
     torch.manual_seed(7)
@@ -134,6 +131,15 @@ async def _open(url: str | None) -> AsyncIterator[Serving]:
         )
     )
     model.train(False)
+    return model
+
+
+@asynccontextmanager
+async def _open(url: str | None, model: Any) -> AsyncIterator[Serving]:
+    """``url`` None: the cache is switched off."""
+    from hicache_actors.integrations.serving import ServedModel, ServingEngine
+    from hicache_actors.integrations.transformers import kv_shape_of, model_facts
+
     config = Config(
         model=model_facts(model, model_id="random", weights="seed-7"),
         page_size=PAGE_TOKENS,
@@ -262,7 +268,9 @@ async def _overhead(on: Serving, off: Serving, sizes: Sizes, progress: Progress)
             times_s.append((await serving.answer(prompt, ANSWER_TOKENS))[-1])
             await serving.settle()
             cpu_s[serving].append(process_time() - begun_cpu_s)
-        bare_s.append(await _bare(off, prompt))
+    for _ in range(sizes.pairs):  # not between the pairs: one of the two would come right after a run on its own pages
+        progress.step("bare passes")
+        bare_s.append(await _bare(off, off.new_prompt()))
     return {
         "request_ms": spread(with_s, scale=1e3),
         "overhead_ms_p50": _extra_ms(with_s, without_s),
