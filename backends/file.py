@@ -21,6 +21,7 @@ from hicache_actors.backends.evictor import check, unchecked
 from hicache_actors.backends.file_batches import FAILED, MISSING, TORN
 from hicache_actors.backends.file_options import FileOptions
 from hicache_actors.backends.folder import Folder
+from hicache_actors.backends.helping import Help
 from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
 from hicache_actors.backends.objects import Expected, Verdict
@@ -76,7 +77,7 @@ class FileBackend(Backend):
         self._workers = workers
         self._executor = _Lent(workers)
         self._known = Known(self.options.metadata_ttl_s)
-        self._read_as: deque[Mapping[str, Identity]] = (
+        self._read_as: deque[Mapping[str, tuple[int, int]]] = (
             deque()
         )  # what was read last, a batch each, should it turn out to be bad
         self._n_read_as = 0
@@ -105,7 +106,7 @@ class FileBackend(Backend):
         if known == len(keys):
             return known
         with self._errors("exists"):
-            found = await self._workers.run(self._folder.leading, keys[known:])
+            found = await self._workers.run(self._folder.leading, keys[known:], self._helper())
         self._known.add(keys[known : known + found], now_s)
         return known + found
 
@@ -130,11 +131,16 @@ class FileBackend(Backend):
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
     ) -> tuple[list[bool], list[Verdict | None]]:
         """-> which were found, and what they are if something is expected."""
-        lengths, identities, error, verdicts = await self._workers.run(self._folder.read_many, keys, buffers, expected)
-        found = [length >= 0 for length in lengths]
+        lengths, identities, error, verdicts = await self._workers.run(
+            self._folder.read_many, keys, buffers, expected, self._helper()
+        )
         self._known.add(identities, anyio.current_time())
-        self._known.discard(key for key, here in zip(keys, found, strict=True) if not here)
         self._remember(identities)
+        if len(identities) == len(lengths):
+            self._counts["hits"] += len(lengths)
+            return [True] * len(lengths), verdicts
+        found = [length >= 0 for length in lengths]
+        self._known.discard(key for key, here in zip(keys, found, strict=True) if not here)
         self._counts["hits"] += sum(found)
         self._counts["misses"] += lengths.count(MISSING)
         self._count_torn(lengths.count(TORN))
@@ -211,14 +217,9 @@ class FileBackend(Backend):
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
     ) -> tuple[list[Stored], OSError | None]:
         """Write, make room for what did not fit, and write that; what still does not fit is refused."""
-        here = copy_context()  # which pool a call belongs to is known by its task
-
-        def help(work: Callable[[], None]) -> Future[None] | None:
-            with contextlib.suppress(BackendError, StoppedError):  # no thread can be had
-                return here.run(self._workers.submit, work)
-            return None
-
-        outcomes, left, error = await self._workers.run(self._folder.write_many, keys, buffers, help, expected)
+        outcomes, left, error = await self._workers.run(
+            self._folder.write_many, keys, buffers, self._helper(), expected
+        )
         until_s = anyio.current_time() + _ROOM_S
         while left and anyio.current_time() < until_s:  # other writers may be faster than we
             done_bytes = sum(disk_bytes(len(buffers[i])) for i, done in enumerate(outcomes) if done)
@@ -285,6 +286,17 @@ class FileBackend(Backend):
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
+    def _helper(self) -> Help:
+        """Another thread of the call that is made now."""
+        here = copy_context()  # which pool a call belongs to is known by its task
+
+        def help(work: Callable[[], None]) -> Future[None] | None:
+            with contextlib.suppress(BackendError, StoppedError):  # no thread can be had
+                return here.run(self._workers.submit, work)
+            return None
+
+        return help
+
     async def _admin(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         result: T = await aiofiles.os.wrap(fn)(*args, executor=self._executor)
         return result
@@ -299,7 +311,7 @@ class FileBackend(Backend):
             fix="correct the path or its permissions",
         )  # fmt: skip
 
-    def _remember(self, identities: Mapping[str, Identity]) -> None:
+    def _remember(self, identities: Mapping[str, tuple[int, int]]) -> None:
         self._read_as.append(identities)
         self._n_read_as += len(identities)
         while self._n_read_as > _KEEP_IDENTITIES and len(self._read_as) > 1:
@@ -307,7 +319,7 @@ class FileBackend(Backend):
 
     def _as_read(self, key: str) -> Identity | None:
         """Which file was read last under ``key``."""
-        return next((batch[key] for batch in reversed(self._read_as) if key in batch), None)
+        return next((Identity._make(batch[key]) for batch in reversed(self._read_as) if key in batch), None)
 
     def _count_torn(self, n_objects: int) -> None:
         self._counts["torn"] += n_objects

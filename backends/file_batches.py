@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
+from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
+from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.objects import Expected, Verdict, verdicts_of
 from hicache_actors.backends.posix import Publisher
 from hicache_actors.backends.shards import Identity
@@ -31,11 +33,11 @@ _DISK_IS_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class FilesRead(NamedTuple):
-    """By position: ``lengths`` read, or MISSING, TORN, FAILED; ``identities`` of what was read, or is torn; ``errors`` of what
-    FAILED; ``verdicts`` on what was read, None on all else and if nothing was expected."""
+    """By position: ``lengths`` read, or MISSING, TORN, FAILED; ``identities``, as tuples, of what was read, or is torn; ``errors``
+    of what FAILED; ``verdicts`` on what was read, None on all else and if nothing was expected."""
 
     lengths: list[int]
-    identities: list[Identity]
+    identities: list[tuple[int, int]]
     errors: dict[int, OSError]
     verdicts: list[Verdict | None]
 
@@ -46,11 +48,15 @@ def is_native() -> bool:
 
 
 def read_files(
-    paths: Sequence[bytes], buffers: Sequence[memoryview], touch_before_s: float, expected: Expected | None = None
+    paths: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    touch_before_s: float,
+    expected: Expected | None = None,
+    help: Help | None = None,
 ) -> FilesRead:
     """Fill each buffer with a file of exactly its length, and judge it if it should be something.
 
-    A file with an older mtime than ``touch_before_s`` is touched.
+    A file with an older mtime than ``touch_before_s`` is touched.  ``help`` is of use to the native library alone.
     """
     library = native.files()
     if library is None:
@@ -58,7 +64,7 @@ def read_files(
     batch = native.Reads(
         library, paths, buffers, int(touch_before_s * 1e9), None if expected is None else expected.names()
     )
-    batch.run()
+    share(batch.run, help)
     lengths = batch.outcomes
     verdicts: list[Verdict | None] = [None] * len(paths)
     if expected is not None:
@@ -68,7 +74,7 @@ def read_files(
         verdicts = [verdict if length >= 0 else None for length, verdict in zip(lengths, verdicts, strict=True)]
         codes = batch.errors
         errors = {at: _error(codes[at], paths[at]) for at, length in enumerate(lengths) if length == FAILED}
-    return FilesRead(lengths, [*map(Identity._make, batch.identities)], errors, verdicts)
+    return FilesRead(lengths, batch.identities, errors, verdicts)
 
 
 def _read_one_by_one(
@@ -91,15 +97,16 @@ def _read_one_by_one(
     return read
 
 
-def count_leading(paths: Sequence[bytes]) -> int:
+def count_leading(paths: Sequence[bytes], help: Help | None = None) -> int:
     """How many of the paths, from the front, are regular files that are not empty.  OSError if that cannot be seen."""
     library = native.files()
     if library is None:
         return next((at for at, path in enumerate(paths) if length_of(path) <= 0), len(paths))
-    found, code = library.leading(paths)
-    if code:
-        raise _error(code, paths[found])
-    return found
+    batch = native.Lookups(library, paths)
+    share(batch.run, help)
+    if batch.error:
+        raise _error(batch.error, paths[batch.leading])
+    return batch.leading
 
 
 def length_of(path: bytes) -> int:
@@ -127,6 +134,17 @@ class NewFile(NamedTuple):
     temporary: bytes
     path: bytes
     buffer: memoryview
+
+
+class NewFiles(NamedTuple):
+    """`NewFile` by `NewFile`, each part in a sequence of its own."""
+
+    temporaries: Sequence[bytes]
+    paths: Sequence[bytes]
+    buffers: Sequence[memoryview]
+
+    def one(self, at: int) -> NewFile:
+        return NewFile(self.temporaries[at], self.paths[at], self.buffers[at])
 
 
 Outcome: TypeAlias = tuple[Made, OSError | None]
@@ -160,19 +178,18 @@ class Making:
     """
 
     def __init__(
-        self, files: Sequence[NewFile], publisher: Publisher, expected: Expected | None, numbers: Sequence[int]
+        self, files: NewFiles, publisher: Publisher, expected: Expected | None, numbers: Sequence[int]
     ) -> None:
         self._files, self._publisher = files, publisher
         self._expected, self._numbers = expected, numbers
-        self._waiting = iter(range(len(files)))  # a step of it is one step for all threads
-        self._outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files)
+        self._waiting = iter(range(len(files.paths)))  # a step of it is one step for all threads
+        self._outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files.paths)
         self._full = False
         self._native: native.Writes | None = None
         library = native.files()
-        if library is not None and files:
-            temporaries, paths, buffers = zip(*files, strict=True)
+        if library is not None:
             names = None if expected is None else expected.names()
-            self._native = native.Writes(library, temporaries, paths, buffers, names, numbers)
+            self._native = native.Writes(library, *files, names, numbers)
 
     def work(self) -> None:
         if self._native is not None:
@@ -180,27 +197,30 @@ class Making:
             return
         for at in self._waiting:
             if not self._full:
+                file = self._files.one(at)
                 if self._expected is not None:
-                    self._expected.seal(self._files[at].buffer, self._numbers[at])
-                self._outcomes[at] = outcome = make_file(self._files[at], self._publisher)
+                    self._expected.seal(file.buffer, self._numbers[at])
+                self._outcomes[at] = outcome = make_file(file, self._publisher)
                 error = outcome[1]
                 self._full = self._full or (error is not None and error.errno in _DISK_IS_FULL)
 
     @property
     def all_written(self) -> bool:
         if self._native is not None:
-            return self._native.outcomes.count(native.WRITE_WRITTEN) == len(self._files)
+            return self._native.outcomes.count(native.WRITE_WRITTEN) == len(self._files.paths)
         return all(made is Made.WRITTEN for made, _ in self._outcomes)
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> list[Outcome]:
         if self._native is None:
-            yield from self._outcomes
-            return
-        for file, code, error in zip(self._files, self._native.outcomes, self._native.errors, strict=True):
-            if code == native.WRITE_NO_RENAME:
-                yield publish(file, self._publisher)
-            else:
-                yield Made(code), _error(error, file.path) if code == native.WRITE_FAILED else None
+            return self._outcomes
+        if self.all_written:
+            return [(Made.WRITTEN, None)] * len(self._files.paths)
+        return [*map(self._outcome, count(), self._native.outcomes, self._native.errors)]
+
+    def _outcome(self, at: int, code: int, error: int) -> Outcome:
+        if code == native.WRITE_NO_RENAME:
+            return publish(self._files.one(at), self._publisher)
+        return Made(code), _error(error, self._files.paths[at]) if code == native.WRITE_FAILED else None
 
 
 def touch(file: int | bytes) -> os.stat_result | None:

@@ -32,6 +32,7 @@ from hicache_actors.backends.file_batches import (
     Made,
     Making,
     NewFile,
+    NewFiles,
     Outcome,
     count_leading,
     identity_of,
@@ -52,6 +53,7 @@ from hicache_actors.errors import BackendError
 QUARANTINE_KEEP: Final = 64
 _KEEP_PATHS: Final = 16_384
 _WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
+_WORTH_HELP_LOOKUPS: Final = 128
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ class Found(NamedTuple):
     the last error; per key what was found of what was expected, None if that was nothing, or the object was not read."""
 
     lengths: list[int]
-    identities: dict[str, Identity]
+    identities: dict[str, tuple[int, int]]
     error: OSError | None
     verdicts: list[Verdict | None]
 
@@ -99,9 +101,13 @@ class Folder:
 
     # -- objects ------------------------------------------------------------------------------------------------------
 
-    def leading(self, keys: Sequence[str]) -> int:
-        """Length of the leading run of ``keys`` that are there."""
-        return count_leading([self._find(key)[1] for key in keys])
+    def leading(self, keys: Sequence[str], help: Help | None = None) -> int:
+        """Length of the leading run of ``keys`` that are there; of many with another thread's ``help``."""
+        for first in keys[:1]:  # nothing of most new prompts is there: their other paths need not be made
+            if not count_leading([self._find(first)[1]]):
+                return 0
+        rest = [self._find(key)[1] for key in keys[1:]]
+        return len(keys[:1]) + count_leading(rest, help if len(rest) >= _WORTH_HELP_LOOKUPS else None)
 
     def lengths(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each object; None where there is none."""
@@ -112,12 +118,15 @@ class Folder:
         keys: Sequence[str],
         buffers: Sequence[memoryview],
         expected: Expected | None = None,
+        help: Help | None = None,
         *,
         touch: bool = True,
     ) -> Found:
-        """Without ``touch`` it counts as no use."""
-        with self._turns.turn(len(keys), len(buffers[0]) if buffers else 0):
-            return self._read_all(keys, buffers, expected, time.time() - TOUCH_AFTER_S if touch else 0.0)
+        """Without ``touch`` it counts as no use.  A large batch is read with another thread's ``help``."""
+        object_bytes = len(buffers[0]) if buffers else 0
+        helper = help if object_bytes * len(keys) >= _WORTH_HELP_BYTES else None
+        with self._turns.turn(len(keys), object_bytes):
+            return self._read_all(keys, buffers, expected, time.time() - TOUCH_AFTER_S if touch else 0.0, helper)
 
     def write_many(
         self,
@@ -142,15 +151,22 @@ class Folder:
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = missing[: booking.granted], missing[booking.granted :]
-        files = [NewFile(self._temporary(places[i][0]), places[i][1], buffers[i]) for i in granted]
+        files = NewFiles(
+            [self._temporary(places[i][0]) for i in granted],
+            [places[i][1] for i in granted],
+            buffers if len(granted) == len(buffers) else [buffers[i] for i in granted],
+        )
         last_error: OSError | None = None
         try:
             numbers = range(len(keys)) if numbers is None else numbers
             helper = help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None
             outcomes_made = self._make(files, expected, [numbers[i] for i in granted], helper)
-            for i, file, made in zip(granted, files, outcomes_made, strict=True):
+            for at, (i, made) in enumerate(zip(granted, outcomes_made, strict=True)):
+                if made[0] is Made.WRITTEN:
+                    outcomes[i] = Stored.WRITTEN
+                    continue
                 row = places[i][0]
-                outcomes[i], failure = self._stored(file, row, made, booking)
+                outcomes[i], failure = self._stored(files.one(at), row, made, booking)
                 last_error = failure or last_error
                 if outcomes[i] is not Stored.WRITTEN:
                     booking.change(row, -sizes[i], -1)
@@ -231,8 +247,8 @@ class Folder:
     # -- how bytes move: to be overridden -----------------------------------------------------------------------------
 
     def _make(
-        self, files: Sequence[NewFile], expected: Expected | None, numbers: Sequence[int], help: Help | None
-    ) -> Iterable[Outcome]:
+        self, files: NewFiles, expected: Expected | None, numbers: Sequence[int], help: Help | None
+    ) -> Sequence[Outcome]:
         """Write temporary files and give them their names; what is ``expected`` is sealed before, by its number."""
         making = Making(files, self._publisher, expected, numbers)
         share(making.work, help)
@@ -244,9 +260,10 @@ class Folder:
         buffers: Sequence[memoryview],
         touch_before_s: float,
         expected: Expected | None,
+        help: Help | None,
     ) -> FilesRead:
         """See `read_files`."""
-        return read_files(paths, buffers, touch_before_s, expected)
+        return read_files(paths, buffers, touch_before_s, expected, help)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -266,17 +283,18 @@ class Folder:
         buffers: Sequence[memoryview],
         expected: Expected | None,
         touch_before_s: float,
+        help: Help | None,
     ) -> Found:
-        read = self._read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected)
+        read = self._read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected, help)
         if min(read.lengths, default=0) >= 0:
             return Found(read.lengths, dict(zip(keys, read.identities, strict=True)), None, read.verdicts)
-        identities: dict[str, Identity] = {}
+        identities: dict[str, tuple[int, int]] = {}
         for at, (key, identity) in enumerate(zip(keys, read.identities, strict=True)):
             if read.lengths[at] >= 0:
                 identities[key] = identity
             elif read.lengths[at] == TORN:
                 try:
-                    self.quarantine(key, identity)
+                    self.quarantine(key, Identity._make(identity))
                 except OSError as caught:
                     read.lengths[at], read.errors[at] = FAILED, caught
         last_error = read.errors[max(read.errors)] if read.errors else None

@@ -25,6 +25,7 @@ from hicache_actors.backends.file_batches import (
     FilesRead,
     Made,
     NewFile,
+    NewFiles,
     Outcome,
     identity_of,
     publish,
@@ -122,13 +123,14 @@ class NixlFolder(Folder):
             os.unlink(path)
 
     def _make(
-        self, files: Sequence[NewFile], expected: Expected | None, numbers: Sequence[int], help: Help | None
+        self, files: NewFiles, expected: Expected | None, numbers: Sequence[int], help: Help | None
     ) -> list[Outcome]:
-        outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files)
+        outcomes: list[Outcome] = [(Made.SKIPPED, None)] * len(files.paths)
         with contextlib.ExitStack() as stack:
             under_way: list[int] = []
             items: list[Item] = []
-            for at, (file, number) in enumerate(zip(files, numbers, strict=True)):
+            for at, number in enumerate(numbers):
+                file = files.one(at)
                 if expected is not None:
                     expected.seal(file.buffer, number)
                 try:
@@ -141,11 +143,11 @@ class NixlFolder(Folder):
                 items.append(Item(file.buffer, fd))
             for at, item, ok in zip(under_way, items, self._transfer("WRITE", items), strict=True):
                 if ok and os.fstat(item.place).st_size == len(item.buffer):
-                    outcomes[at] = publish(files[at], self._publisher)
+                    outcomes[at] = publish(files.one(at), self._publisher)
                     continue
-                unlink(files[at].temporary)
+                unlink(files.temporaries[at])
                 reason = "NIXL reports an error; a full disk is the likely one"
-                outcomes[at] = Made.FAILED, OSError(errno.EIO, reason, os.fsdecode(files[at].path))
+                outcomes[at] = Made.FAILED, OSError(errno.EIO, reason, os.fsdecode(files.paths[at]))
         return outcomes
 
     def _read_files(
@@ -154,6 +156,7 @@ class NixlFolder(Folder):
         buffers: Sequence[memoryview],
         touch_before_s: float,
         expected: Expected | None,
+        help: Help | None,
     ) -> FilesRead:
         read = FilesRead([MISSING] * len(paths), [NOBODY] * len(paths), {}, [None] * len(paths))
         with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import Final
 
 from hicache_actors.cuda_ext.native.buffers import addresses, lengths
 from hicache_actors.cuda_ext.native.library import Library, library
-from hicache_actors.cuda_ext.native.structs import FileIdentity, FileReads, FileWrites, Names
+from hicache_actors.cuda_ext.native.structs import FileIdentity, FileLookups, FileReads, FileWrites, Names
 
 READ_MISSING: Final = -1
 READ_TORN: Final = -2
@@ -23,8 +23,30 @@ WRITE_NO_RENAME: Final = 4
 WRITE_SKIPPED: Final = 5
 
 
+class Lookups:
+    """How many files of a batch are there, from the front.  Several threads may `run` it at once: they share the work."""
+
+    def __init__(self, files: Files, paths: Sequence[bytes]) -> None:
+        self._files = files
+        self._kept = (ctypes.c_char_p * len(paths))(*paths)
+        self._batch = FileLookups(len(paths), 0, _at(self._kept), len(paths))
+
+    def run(self) -> None:
+        """Any thread."""
+        self._files.look_up(self._batch)
+
+    @property
+    def leading(self) -> int:
+        return int(self._batch.leading)
+
+    @property
+    def error(self) -> int:
+        """errno of what kept us from looking at the next (0: it is not there)."""
+        return int(self._batch.error)
+
+
 class Reads:
-    """A batch of files that are read; ``names``: what their headers must say, if that is to be looked at.
+    """A batch of files that are read; ``names``: what their headers must say, if that is to be looked at.  Shared as `Lookups` are.
 
     `run` fills the lists by position.  ``verdicts`` are right where ``outcomes`` is a length; ``identities`` are (mtime in ns,
     inode), right there and where it is READ_TORN.
@@ -123,15 +145,7 @@ class Files:
         self.read = loaded.function("hic_files_read", ctypes.c_int32, ctypes.POINTER(FileReads))
         self.write = loaded.function("hic_files_write", ctypes.c_int32, ctypes.POINTER(FileWrites))
         self.last_error = loaded.last_error
-        self._leading = loaded.function(
-            "hic_files_leading", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
-        )
-
-    def leading(self, paths: Sequence[bytes]) -> tuple[int, int]:
-        """How many, from the front, are there, and errno of what kept us from looking at the next (0: it is not there)."""
-        error = ctypes.c_int32()
-        found = self._leading(len(paths), (ctypes.c_char_p * len(paths))(*paths), ctypes.byref(error))
-        return int(found), error.value
+        self.look_up = loaded.function("hic_files_look_up", ctypes.c_int32, ctypes.POINTER(FileLookups))
 
 
 @cache

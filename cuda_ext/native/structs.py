@@ -167,6 +167,19 @@ class FileReads(ctypes.Structure):
     )
 
 
+class FileLookups(ctypes.Structure):
+    """hic_lookups: a batch of files to be looked for."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("next", ctypes.c_uint64),
+        ("paths", ctypes.c_void_p),
+        ("leading", ctypes.c_uint64),
+        ("error", ctypes.c_int32),
+        ("lock", ctypes.c_int32),
+    )
+
+
 class FileWrites(ctypes.Structure):
     """hic_writes: a batch of files to be made."""
 
@@ -250,6 +263,7 @@ STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_names": Names,
     "hic_identity": FileIdentity,
     "hic_reads": FileReads,
+    "hic_lookups": FileLookups,
     "hic_writes": FileWrites,
     "hic_slot_batch": SlotBatch,
     "hic_level": Level,

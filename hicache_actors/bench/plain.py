@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from hicache_actors.backends.backend import Backend
 
-BATCH_PAGES: Final = 64
+BATCH_PAGES: Final = 256
 BATCH_BYTES: Final = 32 << 20
 PEERS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 """In a source tree.  Peers are not part of the package."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -42,7 +42,7 @@ class ObservationVerbs:
             raise UsageError(f"observer = {observer!r}: something that can be called with a batch")
         return self.movers.observe(observer)
 
-    def host_objects(self: Observed, slots: Slots) -> list[memoryview]:
+    def host_objects(self: Observed, slots: Slots) -> Sequence[memoryview]:
         """Header and KV of each host slot, as a store gets them: for an observer, while it is being told of these slots.
 
         Raises `UsageError` under layer_first, where a page is no run of bytes.

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hicache_actors.core.words import Slots
+from hicache_actors.cuda_ext.native.buffers import Slices
 from hicache_actors.cuda_ext.native.hostmem import Touching, host_memory_calls
 from hicache_actors.cuda_ext.native.library import why_not
 from hicache_actors.errors import ConfigError, HiCacheError, StoppedError, UsageError
@@ -142,14 +143,13 @@ class HostMemory:
         run = self._run(slot, 0)
         return [run] if len(self._spans) == 1 else [run[start:end] for start, end in self._spans]
 
-    def objects_of(self, slots: Sequence[int]) -> list[memoryview]:
-        """`objects` of each slot, in one list."""
-        if len(self._spans) != 1:
-            return [object for slot in slots for object in self.objects(slot)]
-        if slots:
-            self._run(max(slots), 0), self._run(min(slots), 0)  # raise what `object` would
-        whole, distance, length = self._bytes, self._slot_bytes, self._object_bytes
-        return [] if whole is None else [whole[slot * distance : slot * distance + length] for slot in slots]
+    def objects_of(self, slots: Slots) -> Sequence[memoryview]:
+        """`objects` of each slot, in one sequence."""
+        which = np.frombuffer(slots, dtype=np.uint32)
+        if len(self._spans) != 1 or self._bytes is None or not len(which):
+            return [object for slot in which.tolist() for object in self.objects(slot)]
+        self._run(int(which.max()), 0)  # raises what `object` would
+        return Slices(self._bytes, which * np.int64(self._slot_bytes), self._object_bytes)
 
     def header(self, slot: int) -> memoryview:
         """The header of a slot (of its first chunk), writable; empty for raw objects."""

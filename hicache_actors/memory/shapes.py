@@ -21,7 +21,7 @@ ITEM_BYTES: Final = {
 """Bytes of one element, by torch's name of the dtype."""
 
 
-BATCH_PAGES: Final = 64
+BATCH_PAGES: Final = 256
 BATCH_BYTES: Final = 32 * 1024 * 1024
 
 

@@ -41,6 +41,7 @@ class OpenJob:
         self._stopped: asyncio.Event | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[Callable[[], object]] = []
+        self._stop_callbacks: list[Callable[[], object]] = []
 
     # -- answers of this rank ------------------------------------------------------------------------------------------
 
@@ -114,6 +115,9 @@ class OpenJob:
     def stop(self) -> None:
         self.stopping = True
         self._stop_event().set()
+        callbacks, self._stop_callbacks = self._stop_callbacks, []
+        for callback in callbacks:
+            callback()
 
     async def granted(self) -> Slots | None:
         """Wait for the grant -> its slots, or None if the hit was declined."""
@@ -121,6 +125,13 @@ class OpenJob:
 
     async def stopped(self) -> None:
         await self._stop_event().wait()
+
+    def when_stopped(self, callback: Callable[[], object]) -> None:
+        """Call it, which must not raise, when nobody wants the rest; at once, if nobody does."""
+        if self.stopping:
+            callback()
+        else:
+            self._stop_callbacks.append(callback)
 
     async def settled(self) -> int:
         """Wait until RESULT is agreed -> pages.  Each caller has a future of its own: cancelling one harms no other."""

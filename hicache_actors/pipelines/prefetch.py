@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from hicache_actors.core.words import StartPrefetch
 from hicache_actors.pipelines.job import OpenJob
@@ -102,7 +104,10 @@ def _ask(
 
 
 class _Fetch:
-    """The reading half, after the grant."""
+    """The reading half, after the grant.
+
+    A call to the store runs by itself, so the reads need no tasks: whatever the last answer leaves to do is done in it.
+    """
 
     def __init__(
         self, movers: Movers, store: Store, priority: int, job: OpenJob, found: Found, batches: list[Batch]
@@ -110,34 +115,52 @@ class _Fetch:
         self._movers, self._store, self._priority, self._job = movers, store, priority, job
         self._hashes, self._chains, self._batches = found.hashes, found.chains, batches
         self._good: dict[int, int] = {}  # batch -> leading pages that are right
-        self._waiting = iter(range(len(batches)))  # in prefix order, one for all readers
+        self._waiting = iter(range(len(batches)))  # in prefix order
         self._end = len(batches)  # batches from here on are of no use
+        self._under_way: set[Call[int]] = set()
+        self._over = asyncio.Event()
+        self._bug: Exception | None = None
 
     async def run(self) -> None:
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch_stop, group.cancel_scope)
-            async with anyio.create_task_group() as readers:
-                for _ in range(min(self._store.read_concurrency, len(self._batches))):
-                    readers.start_soon(self._read)
-            group.cancel_scope.cancel()
+        """Until all has been read, or nobody wants the rest."""
+        self._job.when_stopped(self._over.set)
+        try:
+            for _ in range(min(self._store.read_concurrency, len(self._batches))):
+                self._read_next()
+                await (
+                    checkpoint()
+                )  # the call has been made before the next is prepared: its thread need not wait for that
+            await self._over.wait()
+        finally:
+            self._over.set()
+            for reading in self._under_way:
+                reading.withdraw()
+        if self._bug is not None:
+            raise self._bug
 
-    async def _watch_stop(self, scope: anyio.CancelScope) -> None:
-        await self._job.stopped()
-        scope.cancel()
-
-    async def _read(self) -> None:
-        for number in self._waiting:
-            if number >= self._end:
-                return
+    def _read_next(self) -> None:
+        number = next(self._waiting, self._end)
+        if number < self._end and not self._over.is_set():
             batch = self._batches[number]
             hashes = self._hashes[batch.first_page : batch.first_page + batch.pages]
             reading = self._store.read(hashes, batch.slots, self._wanted, chains=self._chains, priority=self._priority)
             self._job.hold(reading)
-            good = await reading.answer()
-            self._good[number] = good
-            if good < batch.pages:
-                self._end = min(self._end, number + 1)
-            self._job.arrived_pages = self._leading()
+            self._under_way.add(reading)
+            reading.when_answered(partial(self._answered, number, reading))
+        elif not self._under_way:
+            self._over.set()
+
+    def _answered(self, number: int, reading: Call[int], good: int) -> None:
+        self._under_way.discard(reading)
+        self._good[number] = good
+        if good < self._batches[number].pages:
+            self._end = min(self._end, number + 1)
+        self._job.arrived_pages = self._leading()
+        try:
+            self._read_next()
+        except Exception as error:  # a bug: the pipeline's, not the store's whose answer this is
+            self._bug = error
+            self._over.set()
 
     def _wanted(self) -> bool:
         return not self._job.stopping and not self._job.answered

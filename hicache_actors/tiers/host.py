@@ -5,11 +5,12 @@ Copies and storage calls work on its slots in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from hicache_actors.core.words import Slots, unpack_slots
+from hicache_actors.core.words import Slots
 from hicache_actors.cuda_ext.device import Device
 from hicache_actors.errors import ConfigError, StoppedError, TransferError
 from hicache_actors.memory.host import HostMemory
@@ -48,9 +49,9 @@ class HostTier(Actor):
         self._reserved = 0
         self._stopping = False
 
-    def objects(self, slots: Slots) -> list[memoryview]:
+    def objects(self, slots: Slots) -> Sequence[memoryview]:
         """Header and payload of each object of each slot, writable; the caller holds the slots."""
-        return self.memory.objects_of(unpack_slots(slots))
+        return self.memory.objects_of(slots)
 
     def make_ready(self, device: Device, pages: range) -> None:
         """Any thread that may block, for seconds: wait until these slots have been touched, and tell the device of them.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,12 +75,56 @@ def test_objects_without_room_for_a_header_are_refused(tmp_path: Path, files: na
     assert list(tmp_path.iterdir()) == []
 
 
+def look_up(files: native.Files, targets: list[bytes], threads: int = 1) -> tuple[int, int]:
+    batch = native.Lookups(files, targets)
+    with ThreadPoolExecutor(threads) as pool:
+        for running in [pool.submit(batch.run) for _ in range(threads)]:
+            running.result()
+    return batch.leading, batch.error
+
+
 def test_leading_files_are_counted(tmp_path: Path, files: native.Files) -> None:
     targets = paths(tmp_path, "file", 5)
     for at in (0, 1, 2, 4):
         (tmp_path / f"file{at}").write_bytes(b"" if at == 2 else b"x")
-    assert files.leading(targets) == (2, 0)
+    assert look_up(files, targets) == (2, 0)
     (tmp_path / "file2").write_bytes(b"x")
-    assert files.leading(targets) == (3, 0)
-    assert files.leading(targets[:3]) == (3, 0)
-    assert files.leading([targets[0], b"/" + b"x" * 300]) == (1, errno.ENAMETOOLONG)
+    assert look_up(files, targets) == (3, 0)
+    assert look_up(files, targets[:3]) == (3, 0)
+    assert look_up(files, []) == (0, 0)
+    assert look_up(files, [targets[0], b"/" + b"x" * 300]) == (1, errno.ENAMETOOLONG)
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (31, 32), (64, 199), (199,)])
+def test_threads_share_a_look_up(tmp_path: Path, files: native.Files, missing: tuple[int, ...]) -> None:
+    targets = paths(tmp_path, "file", 200)
+    for at in {*range(200)} - {*missing}:
+        (tmp_path / f"file{at}").write_bytes(b"x")
+    assert look_up(files, targets, threads=3) == (min(missing, default=200), 0)
+
+
+def test_files_of_several_folders_share_a_batch(tmp_path: Path, files: native.Files) -> None:
+    """Whatever folder they have in common: their own, one above, the root of all, or one that is gone."""
+    for stem in ("a/b", "a/c", "d"):
+        (tmp_path / stem).mkdir(parents=True)
+    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    with tempfile.TemporaryDirectory(dir=shm) as elsewhere:
+        for number, folders in enumerate((["a/b"], ["a/b", "a/c"], ["a/b", "a/c", "d"], ["a/b", elsewhere])):
+            homes = [tmp_path / folder for folder in folders] * (24 // len(folders))
+            targets = [os.fsencode(home / f"{number}-{at}") for at, home in enumerate(homes)]
+            temporaries = [os.fsencode(home / f".tmp{at}") for at, home in enumerate(homes)]
+            sent, back = buffers(24, 5000), [memoryview(bytearray(5000)) for _ in range(24)]
+            writes, reads = (
+                native.Writes(files, temporaries, targets, sent),
+                native.Reads(files, targets, back, 0, None),
+            )
+            writes.run(), reads.run()
+            assert writes.outcomes == [native.WRITE_WRITTEN] * 24
+            assert reads.outcomes == [5000] * 24
+            assert back == sent
+            assert look_up(files, targets) == (24, 0)
+    gone = [os.fsencode(tmp_path / "gone" / f"file{at}") for at in range(24)]
+    reads = native.Reads(files, gone, buffers(24, 5000), 0, None)
+    reads.run()
+    assert reads.outcomes == [native.READ_MISSING] * 24
+    assert look_up(files, gone) == (0, 0)

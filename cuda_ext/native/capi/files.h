@@ -57,6 +57,15 @@ struct hic_writes {
   int32_t reserved;
 };
 
+struct hic_lookups {
+  uint64_t count;
+  uint64_t next; /* 0 at first */
+  const char *const *paths;
+  uint64_t leading; /* `count` at first; then how many, from the front, are regular files that are not empty */
+  int32_t error;    /* errno if looking at the next one failed for another reason than that it is not there, else 0 */
+  int32_t lock;     /* 0 */
+};
+
 /* Read whole files into their buffers. */
 HIC_API int32_t hic_files_read(struct hic_reads *batch);
 
@@ -64,8 +73,7 @@ HIC_API int32_t hic_files_read(struct hic_reads *batch);
  * name of its temporary file, or none where the system can do that. */
 HIC_API int32_t hic_files_write(struct hic_writes *batch);
 
-/* How many of the paths, from the front, are regular files that are not empty; errno into *error if looking at the next one
- * failed for another reason than that it is not there, else 0. */
-HIC_API uint64_t hic_files_leading(uint64_t count, const char *const *paths, int32_t *error);
+/* Look how many of the paths are there, from the front. */
+HIC_API int32_t hic_files_look_up(struct hic_lookups *batch);
 
 #endif

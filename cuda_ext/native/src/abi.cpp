@@ -18,6 +18,7 @@ const hic_size sizes[] = {
     HIC_SIZE(hic_names),
     HIC_SIZE(hic_identity),
     HIC_SIZE(hic_reads),
+    HIC_SIZE(hic_lookups),
     HIC_SIZE(hic_writes),
     HIC_SIZE(hic_slot_batch),
     HIC_SIZE(hic_level),

@@ -9,7 +9,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <string>
+#include <thread>
 
 #include "error.h"
 #include "objects.h"
@@ -22,8 +24,8 @@ constexpr int kCreate = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
 
 class File {
  public:
-  File(const char* path, int flags, mode_t mode = 0) {
-    do fd_ = open(path, flags, mode);
+  File(int folder, const char* path, int flags, mode_t mode = 0) {
+    do fd_ = openat(folder, path, flags, mode);
     while (fd_ < 0 && errno == EINTR);
   }
   ~File() { shut(); }
@@ -42,13 +44,52 @@ class File {
   int fd_;
 };
 
+// The folder that a batch's paths have in common, opened once: to look a file up from there takes half the time that it takes from
+// the root of all.  Where it cannot be opened, and for batches too small to gain, paths are taken as they are.
+class Common {
+ public:
+  Common(const char* const* paths, uint64_t count) {
+    if (count < kWorthOpening) return;
+    size_t same = strlen(paths[0]);
+    for (uint64_t i = 1; i < count && same; ++i) {
+      size_t at = 0;
+      while (at < same && paths[i][at] == paths[0][at]) ++at;
+      same = at;
+    }
+    while (same && paths[0][same - 1] != '/') --same;
+    if (same < 2) return;
+    opened_.emplace(AT_FDCWD, std::string(paths[0], same).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (*opened_) skipped_ = same;
+  }
+  int fd() const { return skipped_ ? opened_->fd() : AT_FDCWD; }
+  const char* operator()(const char* path) const { return path + skipped_; }
+
+ private:
+  static constexpr uint64_t kWorthOpening = 8;
+  std::optional<File> opened_;
+  size_t skipped_ = 0;
+};
+
 int64_t mtime_ns(const struct stat& found) { return found.st_mtim.tv_sec * INT64_C(1000000000) + found.st_mtim.tv_nsec; }
 
-uint64_t next(uint64_t* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+constexpr uint64_t kLookups = 32;  // that a thread takes at once
+
+uint64_t take(uint64_t* counter, uint64_t many) { return __atomic_fetch_add(counter, many, __ATOMIC_RELAXED); }
+uint64_t next(uint64_t* counter) { return take(counter, 1); }
+
+// Number i is not there.
+void end_at(hic_lookups& batch, uint64_t i, int32_t error) {
+  while (__atomic_exchange_n(&batch.lock, 1, __ATOMIC_ACQUIRE)) std::this_thread::yield();
+  if (i < batch.leading) {
+    batch.error = error;
+    __atomic_store_n(&batch.leading, i, __ATOMIC_RELAXED);
+  }
+  __atomic_store_n(&batch.lock, 0, __ATOMIC_RELEASE);
+}
 
 // -> the bytes read, or a hic_read_outcome; FAILED leaves errno.
-int64_t read_one(const hic_reads& batch, uint64_t i) {
-  const File file(batch.paths[i], kRead);
+int64_t read_one(const hic_reads& batch, const Common& folder, uint64_t i) {
+  const File file(folder.fd(), folder(batch.paths[i]), kRead);
   if (!file)  // a link or a socket is not ours
     return errno == ENOENT || errno == ELOOP || errno == ENXIO ? HIC_READ_MISSING : HIC_READ_FAILED;
   struct stat found;
@@ -73,11 +114,11 @@ int64_t read_one(const hic_reads& batch, uint64_t i) {
 }
 
 // As `rename`, but EEXIST if something has the name; EINVAL, ENOSYS or ENOTSUP where that cannot be had.
-int rename_new(const char* from, const char* to) {
+int rename_new(int folder, const char* from, const char* to) {
 #ifdef RENAME_NOREPLACE
-  return renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE);
+  return renameat2(folder, from, folder, to, RENAME_NOREPLACE);
 #else
-  (void)from, (void)to;
+  (void)folder, (void)from, (void)to;
   errno = ENOSYS;
   return -1;
 #endif
@@ -104,36 +145,35 @@ enum class Naming { kDescriptor, kProc, kNone };
 std::atomic<Naming> best_naming{Naming::kDescriptor};
 
 // As `link`; errno is EEXIST if something has the name.
-bool give_name(const File& file, const char* path) {
+bool give_name(const File& file, int folder, const char* path) {
   if (best_naming == Naming::kDescriptor) {
-    if (!linkat(file.fd(), "", AT_FDCWD, path, AT_EMPTY_PATH)) return true;
+    if (!linkat(file.fd(), "", folder, path, AT_EMPTY_PATH)) return true;
     if (errno == EEXIST || is_full(errno)) return false;
   }
   char source[32];
   snprintf(source, sizeof source, "/proc/self/fd/%d", file.fd());
-  if (linkat(AT_FDCWD, source, AT_FDCWD, path, AT_SYMLINK_FOLLOW)) return false;
+  if (linkat(AT_FDCWD, source, folder, path, AT_SYMLINK_FOLLOW)) return false;
   best_naming = Naming::kProc;
   return true;
 }
 
 // Made without a name and then given one, a new file costs a fifth less than one that is created and renamed, and a crash leaves
 // nothing of it.  -> a hic_write_outcome, FAILED leaves errno; NO_RENAME, with nothing made, if it cannot be had here.
-int32_t write_unnamed(const hic_writes& batch, uint64_t i) {
+int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i) {
 #ifdef O_TMPFILE
-  const char* path = batch.paths[i];
+  const char* path = folder(batch.paths[i]);
   const char* slash = strrchr(path, '/');
-  if (!slash) return HIC_WRITE_NO_RENAME;
-  File file(std::string(path, slash).c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600);
+  File file(folder.fd(), slash ? std::string(path, slash).c_str() : ".", O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600);
   if (!file) {
     if (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL) best_naming = Naming::kNone;
     return HIC_WRITE_NO_RENAME;
   }
   int32_t outcome = HIC_WRITE_FAILED;
   if (fill(file, batch.buffers[i], batch.bytes[i])) {
-    if (give_name(file, path))
+    if (give_name(file, folder.fd(), path))
       outcome = HIC_WRITE_WRITTEN;
     else if (errno == EEXIST)
-      outcome = give_name(file, batch.temporaries[i]) ? HIC_WRITE_EXISTS : HIC_WRITE_FAILED;
+      outcome = give_name(file, folder.fd(), folder(batch.temporaries[i])) ? HIC_WRITE_EXISTS : HIC_WRITE_FAILED;
     else if (!is_full(errno))
       outcome = HIC_WRITE_NO_RENAME;
   }
@@ -141,37 +181,37 @@ int32_t write_unnamed(const hic_writes& batch, uint64_t i) {
   if (!file.shut() && outcome == HIC_WRITE_WRITTEN) {  // a file system that tells only now
     error = errno;
     outcome = HIC_WRITE_FAILED;
-    unlink(path);
+    unlinkat(folder.fd(), path, 0);
   }
   errno = error;
   return outcome;
 #else
-  (void)batch, (void)i;
+  (void)batch, (void)folder, (void)i;
   return HIC_WRITE_NO_RENAME;
 #endif
 }
 
 // -> a hic_write_outcome; FAILED leaves errno.
-int32_t write_named(const hic_writes& batch, uint64_t i) {
-  const char* temporary = batch.temporaries[i];
-  File file(temporary, kCreate, 0600);
+int32_t write_named(const hic_writes& batch, const Common& folder, uint64_t i) {
+  const char* temporary = folder(batch.temporaries[i]);
+  File file(folder.fd(), temporary, kCreate, 0600);
   if (!file) return errno == ENOENT ? HIC_WRITE_NO_FOLDER : HIC_WRITE_FAILED;
   if (fill(file, batch.buffers[i], batch.bytes[i]) && file.shut()) {
-    if (!rename_new(temporary, batch.paths[i])) return HIC_WRITE_WRITTEN;
+    if (!rename_new(folder.fd(), temporary, folder(batch.paths[i]))) return HIC_WRITE_WRITTEN;
     if (errno == EEXIST) return HIC_WRITE_EXISTS;
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) return HIC_WRITE_NO_RENAME;
   }
   const int error = errno;
-  unlink(temporary);
+  unlinkat(folder.fd(), temporary, 0);
   errno = error;
   return HIC_WRITE_FAILED;
 }
 
-int32_t write_one(const hic_writes& batch, uint64_t i) {
-  if (best_naming == Naming::kNone) return write_named(batch, i);
-  int32_t outcome = write_unnamed(batch, i);
+int32_t write_one(const hic_writes& batch, const Common& folder, uint64_t i) {
+  if (best_naming == Naming::kNone) return write_named(batch, folder, i);
+  int32_t outcome = write_unnamed(batch, folder, i);
   if (outcome != HIC_WRITE_NO_RENAME) return outcome;
-  outcome = write_named(batch, i);
+  outcome = write_named(batch, folder, i);
   if (outcome == HIC_WRITE_WRITTEN) best_naming = Naming::kNone;  // so it is the other way that cannot be had
   return outcome;
 }
@@ -179,8 +219,9 @@ int32_t write_one(const hic_writes& batch, uint64_t i) {
 }  // namespace
 
 int32_t hic_files_read(hic_reads* batch) {
+  const Common folder(batch->paths, batch->count);
   for (uint64_t i; (i = next(&batch->next)) < batch->count;) {
-    const int64_t outcome = read_one(*batch, i);
+    const int64_t outcome = read_one(*batch, folder, i);
     batch->errors[i] = outcome == HIC_READ_FAILED ? errno : 0;
     batch->outcomes[i] = outcome;
     if (outcome >= 0 && batch->names)  // while it is in the processor's cache
@@ -193,10 +234,11 @@ int32_t hic_files_write(hic_writes* batch) {
   for (uint64_t i = 0; batch->names && i < batch->count; ++i)
     if (batch->bytes[i] < hic::kHeaderBytes)
       return hic::fail(HIC_INVALID, "object %llu has no room for a header", static_cast<unsigned long long>(i));
+  const Common folder(batch->paths, batch->count);
   for (uint64_t i; (i = next(&batch->next)) < batch->count;) {
     if (__atomic_load_n(&batch->full, __ATOMIC_RELAXED)) continue;
     if (batch->names) hic::seal(static_cast<uint8_t*>(batch->buffers[i]), batch->bytes[i], *batch->names, batch->numbers[i]);
-    const int32_t outcome = write_one(*batch, i);  // while it is in the processor's cache
+    const int32_t outcome = write_one(*batch, folder, i);  // while it is in the processor's cache
     batch->errors[i] = outcome == HIC_WRITE_FAILED ? errno : 0;
     batch->outcomes[i] = outcome;
     if (is_full(batch->errors[i])) __atomic_store_n(&batch->full, 1, __ATOMIC_RELAXED);
@@ -204,15 +246,15 @@ int32_t hic_files_write(hic_writes* batch) {
   return HIC_OK;
 }
 
-uint64_t hic_files_leading(uint64_t count, const char* const* paths, int32_t* error) {
-  *error = 0;
-  for (uint64_t i = 0; i < count; ++i) {
-    struct stat found;
-    if (lstat(paths[i], &found)) {
-      if (errno != ENOENT) *error = errno;
-      return i;
+int32_t hic_files_look_up(hic_lookups* batch) {
+  const Common folder(batch->paths, batch->count);
+  for (uint64_t first; (first = take(&batch->next, kLookups)) < __atomic_load_n(&batch->leading, __ATOMIC_RELAXED);)
+    for (uint64_t i = first; i < batch->count && i < first + kLookups; ++i) {
+      struct stat found;
+      const bool failed = fstatat(folder.fd(), folder(batch->paths[i]), &found, AT_SYMLINK_NOFOLLOW);
+      if (!failed && S_ISREG(found.st_mode) && found.st_size) continue;
+      end_at(*batch, i, failed && errno != ENOENT ? errno : 0);
+      break;
     }
-    if (!S_ISREG(found.st_mode) || found.st_size == 0) return i;
-  }
-  return count;
+  return HIC_OK;
 }

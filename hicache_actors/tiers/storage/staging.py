@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hicache_actors.core.pool import Pool
-from hicache_actors.core.words import SLOT_BYTES, Slots, unpack_slots
+from hicache_actors.core.words import SLOT_BYTES, Slots
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.layout import SlotLayout
 from hicache_actors.memory.staging import StagingSize
@@ -98,7 +98,7 @@ class StagedPages:
         self._call, self._memory, self._host, self._host_slots = call, pool.memory, host, host_slots
 
     def objects(self) -> Sequence[memoryview]:
-        return [self._memory.object(slot) for slot in unpack_slots(self._call.staged)]
+        return self._memory.objects_of(self._call.staged)
 
     def gather(self) -> None:
         """Copy the pages to the objects' payloads.  In a worker thread."""

@@ -314,7 +314,9 @@ class Store:
 
     def _judge(self, keys: Sequence[str], verdicts: Sequence[Verdict | None]) -> int:
         """Put away what is bad -> the leading pages whose objects all are what they should be."""
-        good = next((at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK), len(verdicts))
+        if verdicts.count(Verdict.OK) == len(verdicts):
+            return len(verdicts) // len(self.keys.chunks)
+        good = next(at for at, verdict in enumerate(verdicts) if verdict is not Verdict.OK)
         for key, verdict in zip(keys, verdicts, strict=False):
             if verdict in (Verdict.CORRUPT, Verdict.EMPTY):
                 self.quarantine(key)

@@ -96,8 +96,13 @@ void try_files(const std::string& folder) {
     require(lengths[i] == static_cast<int64_t>(bytes[i]) && verdicts[i] == HIC_VERDICT_OK, "all are read and right");
     require(!std::memcmp(from[i], to[i], bytes[i]), "and the same");
   }
-  int32_t error;
-  require(hic_files_leading(kCount, paths.data(), &error) == kCount && !error, "all are there");
+  hic_lookups lookups{kCount, 0, paths.data(), kCount, 0, 0};
+  by_threads([&] { require(!hic_files_look_up(&lookups), "look up"); });
+  require(lookups.leading == kCount && !lookups.error, "all are there");
+  require(!unlink(paths[35]) && !unlink(paths[3]), "two go");
+  lookups = {kCount, 0, paths.data(), kCount, 0, 0};
+  by_threads([&] { require(!hic_files_look_up(&lookups), "look up again"); });
+  require(lookups.leading == 3 && !lookups.error, "the first that is missing ends it");
 }
 
 // Many small pieces, some of them neighbours, in three threads or by one queue; what is written is read, sealed and judged.
