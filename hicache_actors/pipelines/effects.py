@@ -41,10 +41,11 @@ from hicache_actors.pipelines.load import load
 from hicache_actors.pipelines.movers import Movers
 from hicache_actors.pipelines.opening import open_memory
 from hicache_actors.pipelines.prefetch import Found, look_up, prefetch
-from hicache_actors.pipelines.write_back import write_back
+from hicache_actors.pipelines.write_back import copy_at_once, write_back
 from hicache_actors.ranks import Board
 from hicache_actors.runtime import System, bind_log
 from hicache_actors.tiers.storage import Store
+from hicache_actors.transfer.batch import Batch
 from hicache_actors.transfer.completions import fired
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class Pipelines:
                 case StartLoad():
                     self._spawn("load", load, effect)
                 case StartWriteBack():
-                    self._spawn("write_back", write_back, effect)
+                    self._write_back(effect)
                 case Gather():
                     self._gathering.add(effect.job)
                 case StartBackup():
@@ -251,6 +252,28 @@ class Pipelines:
             if job in self._looking_up:
                 go_on(None)
 
+    def _write_back(self, start: StartWriteBack) -> None:
+        batches = self._movers.batches(start.target)
+        if start.events or len(batches) > 1:
+            self._spawn("write_back", write_back, start)
+        else:  # not here: readers of this section's tokens go first
+            self._loop.call_soon(self._copy_at_once, start, batches[0], self.open_job(start.job))
+
+    def _copy_at_once(self, start: StartWriteBack, batch: Batch, job: OpenJob) -> None:
+        def over(bug: Exception | None) -> None:
+            if bug is None:
+                job.close()
+            else:
+                self._spawn("write_back", partial(_fail, bug), start)  # in the group that it breaks
+
+        if self._system.state != "running":
+            over(StoppedError(f"the system is {self._system.state}"))
+            return
+        try:
+            copy_at_once(self._movers, start, batch, job, over)
+        except Exception as error:
+            over(error)
+
     async def _run(
         self,
         pipeline: Callable[[Movers, S, OpenJob], Coroutine[Any, Any, None]],
@@ -290,3 +313,8 @@ class Pipelines:
         future, answer = self._waiters.pop(effect.waiter, (None, None))
         if future is not None and answer is not None and not future.done():
             future.set_result(answer(effect.value))
+
+
+async def _fail(bug: Exception, movers: Movers, start: StartWriteBack, job: OpenJob) -> None:
+    """A pipeline that has its bug already."""
+    raise bug

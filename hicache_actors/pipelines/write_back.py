@@ -4,9 +4,15 @@
 
 A copy is never submitted before the engine's events say that the pages have been computed; from then on the deadline runs.
 If an event ends with an error nothing is copied, and RESULT says so: then the pages are of no use on the device either.
+
+Most jobs wait for no event and are one batch.  They need no pipeline: a task costs the loop more than it has to do for such a copy,
+and passes that are being computed by Python wait for the loop.
 """
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
 
 import anyio
 
@@ -19,7 +25,7 @@ from hicache_actors.runtime import Receiver, Sender, channel, hand_on
 from hicache_actors.tiers.device import CopyEnded, SubmitWriteBack
 from hicache_actors.tiers.host import Reserved
 from hicache_actors.transfer.batch import Batch
-from hicache_actors.transfer.completions import all_fired, fired
+from hicache_actors.transfer.completions import all_fired, end_of, fired
 
 BATCHES_IN_FLIGHT = 2  # the stream has the next one before this one ends; more would only delay a stop
 
@@ -32,8 +38,38 @@ async def write_back(movers: Movers, start: StartWriteBack, job: OpenJob) -> Non
     copy = _Copy(movers, start, job)
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.write_back_s)):
         await copy.run()
-    movers.flows["write_back"].ended(copy.done_pages, movers.nbytes(copy.done_pages), begun_s)
-    job.result(copy.done_pages)
+    copy.report(begun_s)
+
+
+def copy_at_once(
+    movers: Movers, start: StartWriteBack, batch: Batch, job: OpenJob, over: Callable[[Exception | None], None]
+) -> None:
+    """The whole job of one ``batch`` whose pages have been computed, without a task.  Loop thread only.
+
+    ``over`` is called once, on the loop, when all has been answered: with None, or with the bug that a pipeline would have raised;
+    then nothing need have been answered.  What the copy still touches is held by ``job``.  What goes wrong before the copy is
+    submitted is raised here.
+    """
+    begun_s = anyio.current_time()
+    movers.host.call(Reserved(start.target))
+    copy = _Copy(movers, start, job)
+    ticket = copy.begin(batch)
+    ended = end_of(ticket)
+    timer = asyncio.get_running_loop().call_at(movers.at(movers.deadlines.write_back_s), ended.cancel)
+
+    def answer(_: asyncio.Future[None]) -> None:
+        timer.cancel()
+        bug: Exception | None = None
+        try:
+            # Cancelled: it is late.  Failed: the cache has closed, and nobody hears of the copy any more.
+            if not ended.cancelled() and ended.exception() is None:
+                copy.count(batch, ticket.error)
+            copy.report(begun_s)
+        except Exception as error:
+            bug = error
+        over(bug)
+
+    ended.add_done_callback(answer)
 
 
 class _Copy:
@@ -45,7 +81,7 @@ class _Copy:
     async def run(self) -> None:
         batches = self._movers.batches(self._start.target)
         if len(batches) == 1:  # as with most jobs: stages would only cost turns of the loop
-            await self._end(batches[0], self._begin(batches[0]))
+            await self._end(batches[0], self.begin(batches[0]))
             return
         async with anyio.create_task_group() as stages:
             sender, receiver = channel(BATCHES_IN_FLIGHT, tuple[Batch, Ticket])
@@ -55,7 +91,7 @@ class _Copy:
     async def _submit(self, batches: list[Batch], sender: Sender[tuple[Batch, Ticket]]) -> None:
         async with sender:
             for batch in batches:
-                if not await hand_on(sender, (batch, self._begin(batch))):
+                if not await hand_on(sender, (batch, self.begin(batch))):
                     return
 
     async def _collect(self, receiver: Receiver[tuple[Batch, Ticket]], stages: anyio.CancelScope) -> None:
@@ -65,14 +101,17 @@ class _Copy:
                     stages.cancel()
                     return
 
-    def _begin(self, batch: Batch) -> Ticket:
+    def begin(self, batch: Batch) -> Ticket:
         ticket = self._movers.device.call(SubmitWriteBack(self._plan, batch.number))
         self._job.hold(ticket)
         return ticket
 
     async def _end(self, batch: Batch, ticket: Ticket) -> bool:
         """Wait for a copy and count it -> whether it went well."""
-        error = await fired(ticket)
+        return self.count(batch, await fired(ticket))
+
+    def count(self, batch: Batch, error: BaseException | None) -> bool:
+        """A copy has ended -> whether it went well."""
         self._movers.device.tell(CopyEnded("write_back", self._movers.nbytes(batch.pages), error is not None))
         if error is not None:
             return False
@@ -80,3 +119,7 @@ class _Copy:
         source = batch.of(self._start.source)
         self._movers.tell(BatchEnd(self._job.job, "write_back", source=source, target=batch.slots))
         return True
+
+    def report(self, begun_s: float) -> None:
+        self._movers.flows["write_back"].ended(self.done_pages, self._movers.nbytes(self.done_pages), begun_s)
+        self._job.result(self.done_pages)

@@ -175,26 +175,38 @@ def notify(event: object, callback: Callable[[], None]) -> bool:
     return True
 
 
+def end_of(event: Notifying) -> asyncio.Future[None]:
+    """A future of the running loop, resolved at the end, well or badly.  Cancelling it touches nothing else."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+    if isinstance(event, End):
+        event.resolve(loop, future)
+    else:
+        event.add_callback(lambda: _post(loop, future))
+    return future
+
+
 async def fired(event: object) -> BaseException | None:
     """Wait on the loop until ``event`` has fired -> the error of a ticket or future that failed, else None.
 
     Cancelling the wait touches neither the event nor the work behind it, nor anybody else who waits.  Events that cannot call
     back are polled every millisecond.  Raises `UsageError` for what is no event, `TransferError` if asking it fails.
     """
+    if isinstance(event, End):
+        if not event.query():
+            await end_of(event)
+        return event.error
     if not _ask(event):
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        if isinstance(event, End):
-            event.resolve(loop, future)
-            await future
-        elif notify(event, lambda: _post(loop, future)):
+        if notify(event, lambda: _post(loop, future)):
             await future
         else:
             while not _ask(event):  # noqa: ASYNC110  a foreign event has nothing else to offer
                 await asyncio.sleep(POLL_S)
     if isinstance(event, concurrent.futures.Future):
         return TransferError(f"{event!r} was cancelled") if event.cancelled() else event.exception()
-    return event.error if isinstance(event, End | Ending) else None
+    return event.error if isinstance(event, Ending) else None
 
 
 async def all_fired(events: Iterable[object]) -> BaseException | None:

@@ -6,6 +6,7 @@ safe there: who waits for a copy takes its submission for its end, or the engine
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -42,8 +43,14 @@ def fenceless(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(event: object) -> None:
         return None
 
+    def ended(end: object) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_result(None)
+        return future
+
     monkeypatch.setattr("hicache_actors.pipelines.load.fired", at_once)
     monkeypatch.setattr("hicache_actors.pipelines.write_back.fired", at_once)
+    monkeypatch.setattr("hicache_actors.pipelines.write_back.end_of", ended)
     monkeypatch.setattr(OpenJob, "hold", lambda self, ending: None)
 
 
