@@ -16,10 +16,12 @@ from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
 from hicache_actors.backends.helping import Help, share
+from hicache_actors.backends.ledger import N_SHARDS
 from hicache_actors.backends.objects import Expected, Verdict, verdicts_of
 from hicache_actors.backends.posix import Publisher
-from hicache_actors.backends.shards import Identity
+from hicache_actors.backends.shards import Identity, is_key, row_of
 from hicache_actors.cuda_ext.native import files as native
+from hicache_actors.errors import BackendError
 
 MISSING: Final = native.READ_MISSING
 TORN: Final = native.READ_TORN  #: there, but of another length than asked for
@@ -97,6 +99,26 @@ def _read_one_by_one(
     return read
 
 
+def place(folder: bytes, keys: Sequence[str]) -> tuple[Sequence[int], Sequence[bytes]]:
+    """Row and path of each key's object in the shards of ``folder``.  `BackendError` for what is no key.
+
+    Paths are bytes: what is encoded once need not be encoded by every call.
+    """
+    library = native.files()
+    if library is not None:
+        placed = library.place(folder, N_SHARDS, keys)
+        if not isinstance(placed, int):
+            return placed
+    for key in keys:
+        if not is_key(key):
+            raise BackendError(
+                f"key {key!r} is no file name: letters, digits, '_', '-', '.', at most 200", retryable=False
+            )
+    names = [key.encode() for key in keys]
+    rows = [*map(row_of, names)]
+    return rows, [b"%s/%02x/%s.kv" % (folder, row, name) for row, name in zip(rows, names, strict=True)]
+
+
 def count_leading(paths: Sequence[bytes], help: Help | None = None) -> int:
     """How many of the paths, from the front, are regular files that are not empty.  OSError if that cannot be seen."""
     library = native.files()
@@ -137,14 +159,17 @@ class NewFile(NamedTuple):
 
 
 class NewFiles(NamedTuple):
-    """`NewFile` by `NewFile`, each part in a sequence of its own."""
+    """A batch of them.  Temporary files are called ``<temporary><number>.tmp``, with numbers from ``first`` on."""
 
-    temporaries: Sequence[bytes]
     paths: Sequence[bytes]
     buffers: Sequence[memoryview]
+    temporary: bytes
+    first: int
 
     def one(self, at: int) -> NewFile:
-        return NewFile(self.temporaries[at], self.paths[at], self.buffers[at])
+        path = self.paths[at]
+        temporary = b"%s%d.tmp" % (self.temporary, self.first + at)
+        return NewFile(os.path.join(os.path.dirname(path), temporary), path, self.buffers[at])
 
 
 Outcome: TypeAlias = tuple[Made, OSError | None]

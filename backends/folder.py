@@ -17,11 +17,10 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
@@ -38,6 +37,7 @@ from hicache_actors.backends.file_batches import (
     identity_of,
     is_native,
     make_file,
+    place,
     read_files,
     unlink,
 )
@@ -46,12 +46,10 @@ from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, 
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.posix import Publisher, make_folder
 from hicache_actors.backends.presence import TOUCH_AFTER_S, absent, is_still, length_of
-from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, is_key, keys_in, row_of, scan
+from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, keys_in, scan
 from hicache_actors.backends.turns import Turns
-from hicache_actors.errors import BackendError
 
 QUARANTINE_KEEP: Final = 64
-_KEEP_PATHS: Final = 16_384
 _WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 _WORTH_HELP_LOOKUPS: Final = 128
 
@@ -80,14 +78,14 @@ class Folder:
     def __init__(self, root: str, limits: Limits | None = None) -> None:
         self.root = root
         self.ledger = Ledger(root, limits or Limits())
-        self._shards = [os.fsencode(os.path.join(root, "objects", shard)) for shard in SHARDS]
+        self._objects = os.fsencode(os.path.join(root, "objects"))
+        self._shards = [b"%s/%s" % (self._objects, shard.encode()) for shard in SHARDS]
         self._quarantine = os.fsencode(os.path.join(root, "quarantine"))
         self._instance = self.ledger.instance.encode()
         self._publisher = Publisher()
         self._turns = Turns(lambda: not is_native())
-        self._numbers = count()
-        # An object is looked for before it is read, and its path takes longer to make than the file to open.
-        self._find = lru_cache(_KEEP_PATHS)(self._place_of)
+        self._number = 0  # of the next temporary file
+        self._numbering = threading.Lock()
 
     def open(self) -> None:
         """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
@@ -103,15 +101,14 @@ class Folder:
 
     def leading(self, keys: Sequence[str], help: Help | None = None) -> int:
         """Length of the leading run of ``keys`` that are there; of many with another thread's ``help``."""
-        for first in keys[:1]:  # nothing of most new prompts is there: their other paths need not be made
-            if not count_leading([self._find(first)[1]]):
-                return 0
-        rest = [self._find(key)[1] for key in keys[1:]]
-        return len(keys[:1]) + count_leading(rest, help if len(rest) >= _WORTH_HELP_LOOKUPS else None)
+        paths = place(self._objects, keys)[1]
+        if len(paths) < _WORTH_HELP_LOOKUPS:
+            return count_leading(paths)
+        return count_leading(paths, help) if count_leading(paths[:1]) else 0
 
     def lengths(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each object; None where there is none."""
-        return [length_of(self._find(key)[1]) for key in keys]
+        return [*map(length_of, place(self._objects, keys)[1])]
 
     def read_many(
         self,
@@ -140,22 +137,20 @@ class Folder:
 
         If something is ``expected``, what is written is sealed as the objects of these ``numbers``; of all, if they are not given.
         """
-        places = [self._find(key) for key in keys]
+        rows, paths = place(self._objects, keys)
         sizes = [disk_bytes(len(buffer)) for buffer in buffers]
         outcomes = [Stored.FAILED] * len(keys)
         try:
-            missing = absent([path for _, path in places], buffers, outcomes)
+            missing = absent(paths, buffers, outcomes)
             if not missing:
                 return Written(outcomes, [], None)
-            booking = self.ledger.reserve([(places[i][0], sizes[i]) for i in missing])
+            booking = self.ledger.reserve([(rows[i], sizes[i]) for i in missing])
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = missing[: booking.granted], missing[booking.granted :]
-        files = NewFiles(
-            [self._temporary(places[i][0]) for i in granted],
-            [places[i][1] for i in granted],
-            buffers if len(granted) == len(buffers) else [buffers[i] for i in granted],
-        )
+        if len(granted) < len(keys):
+            paths, buffers = [paths[i] for i in granted], [buffers[i] for i in granted]
+        files = self._new_files(paths, buffers)
         last_error: OSError | None = None
         try:
             numbers = range(len(keys)) if numbers is None else numbers
@@ -165,7 +160,7 @@ class Folder:
                 if made[0] is Made.WRITTEN:
                     outcomes[i] = Stored.WRITTEN
                     continue
-                row = places[i][0]
+                row = rows[i]
                 outcomes[i], failure = self._stored(files.one(at), row, made, booking)
                 last_error = failure or last_error
                 if outcomes[i] is not Stored.WRITTEN:
@@ -175,10 +170,10 @@ class Folder:
         return Written(outcomes, no_room, last_error)
 
     def delete_many(self, keys: Sequence[str]) -> int:
-        places = [self._find(key) for key in keys]
-        booking = self.ledger.reserve([(row, 0) for row, _ in places])
+        rows, paths = place(self._objects, keys)
+        booking = self.ledger.reserve([(row, 0) for row in rows])
         try:
-            return sum(self._remove(path, row, booking) for row, path in places)
+            return sum(self._remove(path, row, booking) for row, path in zip(rows, paths, strict=True))
         finally:
             self.ledger.settle(booking)
 
@@ -187,7 +182,7 @@ class Folder:
 
         With ``identity`` only that very file: a good one that was written under the name meanwhile stays.
         """
-        row, path = self._find(key)
+        [row], [path] = place(self._objects, [key])
         if not is_still(path, identity):
             return False
         target = b"%s/%s.%d.bad" % (self._quarantine, key.encode(), time.time_ns())
@@ -267,16 +262,6 @@ class Folder:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _place_of(self, key: str) -> tuple[int, bytes]:
-        """Row and path of an object.  Paths are bytes: what is encoded once need not be encoded by every call."""
-        if not is_key(key):
-            raise BackendError(
-                f"key {key!r} is no file name: letters, digits, '_', '-', '.', at most 200", retryable=False
-            )
-        name = key.encode()
-        row = row_of(name)
-        return row, b"%s/%s.kv" % (self._shards[row], name)
-
     def _read_all(
         self,
         keys: Sequence[str],
@@ -285,7 +270,7 @@ class Folder:
         touch_before_s: float,
         help: Help | None,
     ) -> Found:
-        read = self._read_files([self._find(key)[1] for key in keys], buffers, touch_before_s, expected, help)
+        read = self._read_files(place(self._objects, keys)[1], buffers, touch_before_s, expected, help)
         if min(read.lengths, default=0) >= 0:
             return Found(read.lengths, dict(zip(keys, read.identities, strict=True)), None, read.verdicts)
         identities: dict[str, tuple[int, int]] = {}
@@ -306,8 +291,10 @@ class Folder:
     def _file(self, row: int, name: str) -> bytes:
         return os.path.join(self._folder_of(row), os.fsencode(name))
 
-    def _temporary(self, row: int) -> bytes:
-        return b"%s/.%s.%d.tmp" % (self._shards[row], self._instance, next(self._numbers))
+    def _new_files(self, paths: Sequence[bytes], buffers: Sequence[memoryview]) -> NewFiles:
+        with self._numbering:
+            first, self._number = self._number, self._number + len(paths)
+        return NewFiles(paths, buffers, b".%s." % self._instance, first)
 
     def _stored(self, file: NewFile, row: int, made: Outcome, booking: Booking) -> tuple[Stored, OSError | None]:
         """What became of an object whose file has been made, or not; deals with what is rare."""

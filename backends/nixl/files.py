@@ -110,7 +110,8 @@ class NixlFolder(Folder):
         """A page there and back: containers forbid io_uring, and file systems refuse direct I/O, where nobody would see it."""
         page = mmap.mmap(-1, _ALIGNED)
         page[:8] = secrets.token_bytes(8)
-        expected, path = page[:], self._temporary(0)
+        expected = page[:]
+        path = self._new_files([b"%s/tried" % self._shards[0]], [memoryview(page)]).one(0).temporary
         fd = os.open(path, _CREATE | os.O_CLOEXEC | (_DIRECT if self._options.direct else 0), 0o600)
         try:
             item = Item(memoryview(page), fd)
@@ -145,7 +146,7 @@ class NixlFolder(Folder):
                 if ok and os.fstat(item.place).st_size == len(item.buffer):
                     outcomes[at] = publish(files.one(at), self._publisher)
                     continue
-                unlink(files.temporaries[at])
+                unlink(files.one(at).temporary)
                 reason = "NIXL reports an error; a full disk is the likely one"
                 outcomes[at] = Made.FAILED, OSError(errno.EIO, reason, os.fsdecode(files.paths[at]))
         return outcomes

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Final, overload
 
 from hicache_actors.cuda_ext.native.buffers import addresses, lengths
 from hicache_actors.cuda_ext.native.library import Library, library
-from hicache_actors.cuda_ext.native.structs import FileIdentity, FileLookups, FileReads, FileWrites, Names
+from hicache_actors.cuda_ext.native.structs import FileIdentity, FileLookups, FilePlaces, FileReads, FileWrites, Names
 
 READ_MISSING: Final = -1
 READ_TORN: Final = -2
@@ -23,12 +23,33 @@ WRITE_NO_RENAME: Final = 4
 WRITE_SKIPPED: Final = 5
 
 
+_PATH_BYTES: Final = 8  # HIC_PATH_BYTES
+
+
+class Paths(Sequence[bytes]):
+    """Paths in native memory; each becomes an object of Python's when somebody asks for it."""
+
+    def __init__(self, pointers: ctypes.Array[ctypes.c_char_p], memory: object) -> None:
+        self.pointers = pointers
+        self._memory = memory  # where they point to
+
+    def __len__(self) -> int:
+        return len(self.pointers)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | Sequence[bytes]:
+        return self.pointers[at]  # type: ignore[return-value]
+
+
 class Lookups:
     """How many files of a batch are there, from the front.  Several threads may `run` it at once: they share the work."""
 
     def __init__(self, files: Files, paths: Sequence[bytes]) -> None:
         self._files = files
-        self._kept = (ctypes.c_char_p * len(paths))(*paths)
+        self._kept = _pointers(paths)
         self._batch = FileLookups(len(paths), 0, _at(self._kept), len(paths))
 
     def run(self) -> None:
@@ -64,7 +85,7 @@ class Reads:
         self._files = files
         self._outcomes, self._errors = (ctypes.c_int64 * count)(), (ctypes.c_int32 * count)()
         self._identities, self._verdicts = (FileIdentity * count)(), (ctypes.c_uint8 * count)()
-        self._kept = (ctypes.c_char_p * count)(*paths), addresses(buffers), lengths(buffers), names, buffers
+        self._kept = _pointers(paths), addresses(buffers), lengths(buffers), names, buffers
         self._batch = FileReads(
             count, 0, *map(_at, self._kept[:3]), touch_before_ns, None if names is None else ctypes.pointer(names),
             _at(self._outcomes), _at(self._identities), _at(self._errors), _at(self._verdicts),
@@ -97,15 +118,17 @@ class Reads:
 class Writes:
     """A batch of files that are made; `run` may be called by several threads at once, which share the work.
 
-    With ``names`` the buffers are objects, and sealed first; ``numbers`` says which object of the names each is.
+    A temporary file lies beside the one that it becomes: ``<temporary><number>.tmp``, with numbers from ``first`` on.  With
+    ``names`` the buffers are objects, and sealed first; ``numbers`` says which object of the names each is.
     """
 
     def __init__(
         self,
         files: Files,
-        temporaries: Sequence[bytes],
         paths: Sequence[bytes],
         buffers: Sequence[memoryview],
+        temporary: bytes,
+        first: int,
         names: Names | None = None,
         numbers: Sequence[int] = (),
     ) -> None:
@@ -114,12 +137,11 @@ class Writes:
         self._outcomes = (ctypes.c_int32 * count)(*[WRITE_SKIPPED] * count)
         self._errors = (ctypes.c_int32 * count)()
         self._kept = (
-            (ctypes.c_char_p * count)(*temporaries), (ctypes.c_char_p * count)(*paths), addresses(buffers),
-            lengths(buffers), (ctypes.c_uint64 * len(numbers))(*numbers), names, buffers,
+            _pointers(paths), addresses(buffers), lengths(buffers), (ctypes.c_uint64 * len(numbers))(*numbers), names, buffers,
         )  # fmt: skip
         self._batch = FileWrites(
-            count, 0, *map(_at, self._kept[:4]), None if names is None else ctypes.pointer(names), _at(self._kept[4]),
-            _at(self._outcomes), _at(self._errors), 0, 0,
+            count, 0, _at(self._kept[0]), temporary, first, _at(self._kept[1]), _at(self._kept[2]),
+            None if names is None else ctypes.pointer(names), _at(self._kept[3]), _at(self._outcomes), _at(self._errors), 0, 0,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -145,7 +167,21 @@ class Files:
         self.read = loaded.function("hic_files_read", ctypes.c_int32, ctypes.POINTER(FileReads))
         self.write = loaded.function("hic_files_write", ctypes.c_int32, ctypes.POINTER(FileWrites))
         self.last_error = loaded.last_error
+        self._place = loaded.function("hic_files_place", ctypes.c_uint64, ctypes.POINTER(FilePlaces))
         self.look_up = loaded.function("hic_files_look_up", ctypes.c_int32, ctypes.POINTER(FileLookups))
+
+    def place(self, folder: bytes, shards: int, keys: Sequence[str]) -> tuple[list[int], Paths] | int:
+        """Shard and path of each key's object; or the number of the first that is no key."""
+        count = len(keys)
+        try:
+            joined = "\0".join(keys).encode("ascii")
+        except UnicodeEncodeError:
+            return next(at for at, key in enumerate(keys) if not key.isascii())
+        memory = ctypes.create_string_buffer(count * (len(folder) + _PATH_BYTES) + len(joined))
+        pointers, shard_of = (ctypes.c_char_p * count)(), (ctypes.c_uint8 * count)()
+        places = FilePlaces(count, joined, len(joined), folder, shards, _at(memory), _at(pointers), _at(shard_of))
+        good = int(self._place(places))
+        return (list(shard_of), Paths(pointers, memory)) if good == count else good
 
 
 @cache
@@ -153,6 +189,10 @@ def files() -> Files | None:
     """None where the native library is missing."""
     loaded = library()
     return None if loaded is None else Files(loaded)
+
+
+def _pointers(paths: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:
+    return paths.pointers if isinstance(paths, Paths) else (ctypes.c_char_p * len(paths))(*paths)
 
 
 def _at(array: object) -> int:

@@ -149,6 +149,21 @@ class FileIdentity(ctypes.Structure):
     _fields_ = (("mtime_ns", ctypes.c_int64), ("inode", ctypes.c_uint64))
 
 
+class FilePlaces(ctypes.Structure):
+    """hic_places: where the objects of a folder are."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("keys", ctypes.c_char_p),
+        ("keys_bytes", ctypes.c_uint64),
+        ("folder", ctypes.c_char_p),
+        ("shards", ctypes.c_uint64),
+        ("memory", ctypes.c_void_p),
+        ("paths", ctypes.c_void_p),
+        ("shard_of", ctypes.c_void_p),
+    )
+
+
 class FileReads(ctypes.Structure):
     """hic_reads: a batch of files to be read.  Arrays are given by address, and kept by who made them."""
 
@@ -186,8 +201,9 @@ class FileWrites(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_uint64),
         ("next", ctypes.c_uint64),
-        ("temporaries", ctypes.c_void_p),
         ("paths", ctypes.c_void_p),
+        ("temporary", ctypes.c_char_p),
+        ("first", ctypes.c_uint64),
         ("buffers", ctypes.c_void_p),
         ("bytes", ctypes.c_void_p),
         ("names", ctypes.POINTER(Names)),
@@ -262,6 +278,7 @@ STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "hic_stream_counts": StreamCounts,
     "hic_names": Names,
     "hic_identity": FileIdentity,
+    "hic_places": FilePlaces,
     "hic_reads": FileReads,
     "hic_lookups": FileLookups,
     "hic_writes": FileWrites,

@@ -10,10 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hicache_actors.backends.file_batches import place
+from hicache_actors.backends.shards import is_key, row_of
 from hicache_actors.cuda_ext.native import files as native
 from hicache_actors.cuda_ext.native.digests import names
 from hicache_actors.cuda_ext.native.library import library
+from hicache_actors.errors import BackendError
 
 LOADED = library()
 pytestmark = pytest.mark.skipif(LOADED is None, reason="the native library is not in use here")
@@ -35,7 +40,7 @@ def buffers(count: int, n_bytes: int) -> list[memoryview]:
 
 def test_threads_share_a_batch(tmp_path: Path, files: native.Files) -> None:
     targets = paths(tmp_path, "file", 60)
-    writes = native.Writes(files, paths(tmp_path, ".tmp", 60), targets, buffers(60, 100_000))
+    writes = native.Writes(files, targets, buffers(60, 100_000), b".", 0)
     back = [memoryview(bytearray(100_000)) for _ in range(60)]
     for batch in (writes, reads := native.Reads(files, targets, back, 0, None)):
         threads = [threading.Thread(target=batch.run) for _ in range(3)]
@@ -53,23 +58,23 @@ def test_threads_share_a_batch(tmp_path: Path, files: native.Files) -> None:
 
 def test_what_is_in_the_way_is_told_apart(tmp_path: Path, files: native.Files) -> None:
     (tmp_path / "file1").write_bytes(b"other")
-    temporaries, targets = paths(tmp_path, ".tmp", 4), paths(tmp_path, "file", 4)
-    temporaries[2] = targets[2] = str(tmp_path / "gone" / "file").encode()
+    targets = paths(tmp_path, "file", 4)
+    targets[2] = str(tmp_path / "gone" / "file").encode()
     targets[3] = str(tmp_path / ("x" * 300)).encode()
-    writes = native.Writes(files, temporaries, targets, buffers(4, 10))
+    writes = native.Writes(files, targets, buffers(4, 10), b".writer.", 20)
     writes.run()
     assert writes.outcomes == [
         native.WRITE_WRITTEN, native.WRITE_EXISTS, native.WRITE_NO_FOLDER, native.WRITE_FAILED,
     ]  # fmt: skip
     assert writes.errors == [0, 0, 0, errno.ENAMETOOLONG]
-    assert {path.name for path in tmp_path.iterdir()} == {"file0", "file1", ".tmp1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file0", "file1", ".writer.21.tmp"}
     assert (tmp_path / "file1").read_bytes() == b"other"
 
 
 def test_objects_without_room_for_a_header_are_refused(tmp_path: Path, files: native.Files) -> None:
     said = names(b"n" * 16, [b"h" * 32] * 2, [0])
     short = [memoryview(bytearray(5000)), memoryview(bytearray(4095))]
-    writes = native.Writes(files, paths(tmp_path, ".tmp", 2), paths(tmp_path, "file", 2), short, said, [0, 1])
+    writes = native.Writes(files, paths(tmp_path, "file", 2), short, b".", 0, said, [0, 1])
     with pytest.raises(ValueError, match="object 1"):
         writes.run()
     assert list(tmp_path.iterdir()) == []
@@ -112,13 +117,13 @@ def test_files_of_several_folders_share_a_batch(tmp_path: Path, files: native.Fi
         for number, folders in enumerate((["a/b"], ["a/b", "a/c"], ["a/b", "a/c", "d"], ["a/b", elsewhere])):
             homes = [tmp_path / folder for folder in folders] * (24 // len(folders))
             targets = [os.fsencode(home / f"{number}-{at}") for at, home in enumerate(homes)]
-            temporaries = [os.fsencode(home / f".tmp{at}") for at, home in enumerate(homes)]
             sent, back = buffers(24, 5000), [memoryview(bytearray(5000)) for _ in range(24)]
             writes, reads = (
-                native.Writes(files, temporaries, targets, sent),
+                native.Writes(files, targets, sent, b".", 0),
                 native.Reads(files, targets, back, 0, None),
             )
-            writes.run(), reads.run()
+            for batch in (writes, reads):
+                batch.run()
             assert writes.outcomes == [native.WRITE_WRITTEN] * 24
             assert reads.outcomes == [5000] * 24
             assert back == sent
@@ -128,3 +133,27 @@ def test_files_of_several_folders_share_a_batch(tmp_path: Path, files: native.Fi
     reads.run()
     assert reads.outcomes == [native.READ_MISSING] * 24
     assert look_up(files, gone) == (0, 0)
+
+
+@given(st.lists(st.binary(max_size=80).map(bytes.hex) | st.text("abcXYZ019_-.", min_size=1, max_size=200), max_size=20))
+def test_places_are_those_that_python_computes(keys: list[str]) -> None:
+    loaded = native.files()
+    assert loaded is not None
+    wrong = next((at for at, key in enumerate(keys) if not is_key(key)), None)
+    placed = loaded.place(b"/some/folder", 64, keys)
+    if wrong is not None:
+        assert placed == wrong
+        return
+    assert not isinstance(placed, int)
+    rows, found = placed
+    assert rows == [row_of(key.encode()) for key in keys]
+    assert list(found) == [f"/some/folder/{row:02x}/{key}.kv".encode() for row, key in zip(rows, keys, strict=True)]
+    assert found[1:3] == list(found)[1:3]
+
+
+@pytest.mark.parametrize("key", ["", "a/b", "a\0b", "-a", ".a", "ä", "a b", "x" * 201, "a\n", "\ud800"])
+def test_what_is_no_key_is_found_out(files: native.Files, key: str) -> None:
+    assert files.place(b"/folder", 64, ["good", "good_too", key]) == 2
+    assert isinstance(files.place(b"/folder", 64, [key, "good"]), int)
+    with pytest.raises(BackendError, match="is no file name"):
+        place(b"/folder", ["good", key, "good"])

@@ -10,7 +10,7 @@ from .toolchain import COPY_SOURCES, NATIVE, call, link, objects
 
 PROGRAMS = {
     "main": (*COPY_SOURCES, "events", "ring", "streams", "streams_abi"),
-    "storage": ("abi", "digest", "files", "hostmem", "sha256", "slots", "uring", "xxh3"),
+    "storage": ("abi", "digest", "files", "hostmem", "sha256", "slots", "uring", "xxh3", "xxh32"),
 }
 
 

@@ -28,6 +28,20 @@ struct hic_identity {
   uint64_t inode;
 };
 
+/* Where the objects of a folder are: `<folder>/<shard>/<key>.kv`, the shard as two hex digits of the XXH32 of its key. */
+struct hic_places {
+  uint64_t count;
+  const char *keys; /* one behind the other, each but the last with a zero behind it */
+  uint64_t keys_bytes;
+  const char *folder;
+  uint64_t shards;  /* a power of two, at most 256 */
+  char *memory;     /* for the paths: HIC_PATH_BYTES for each, beside the folder's and the keys' own bytes */
+  const char **paths;
+  uint8_t *shard_of;
+};
+
+enum { HIC_PATH_BYTES = 8, HIC_KEY_BYTES = 200 };
+
 struct hic_reads {
   uint64_t count;
   uint64_t next; /* 0 at first */
@@ -45,8 +59,9 @@ struct hic_reads {
 struct hic_writes {
   uint64_t count;
   uint64_t next; /* 0 at first */
-  const char *const *temporaries;
-  const char *const *paths; /* in the same folder */
+  const char *const *paths;
+  const char *temporary; /* a file's temporary one lies beside it, and is called this, ... */
+  uint64_t first;        /* ... its number from here on, and `.tmp` */
   void *const *buffers;
   const uint64_t *bytes;
   const struct hic_names *names; /* NULL: the buffers are not touched.  Else they are objects, and sealed first */
@@ -65,6 +80,10 @@ struct hic_lookups {
   int32_t error;    /* errno if looking at the next one failed for another reason than that it is not there, else 0 */
   int32_t lock;     /* 0 */
 };
+
+/* Fill in paths and shards -> how many of the keys are keys, from the front: letters, digits, `_`, `-` and `.`, the first of them
+ * neither `-` nor `.`, at most HIC_KEY_BYTES. */
+HIC_API uint64_t hic_files_place(struct hic_places *places);
 
 /* Read whole files into their buffers. */
 HIC_API int32_t hic_files_read(struct hic_reads *batch);

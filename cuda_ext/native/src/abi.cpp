@@ -17,6 +17,7 @@ const hic_size sizes[] = {
     HIC_SIZE(hic_op),     HIC_SIZE(hic_copies),        HIC_SIZE(hic_stream_counts),
     HIC_SIZE(hic_names),
     HIC_SIZE(hic_identity),
+    HIC_SIZE(hic_places),
     HIC_SIZE(hic_reads),
     HIC_SIZE(hic_lookups),
     HIC_SIZE(hic_writes),

@@ -15,6 +15,7 @@
 
 #include "error.h"
 #include "objects.h"
+#include "xxh32.h"
 
 namespace {
 
@@ -157,6 +158,13 @@ bool give_name(const File& file, int folder, const char* path) {
   return true;
 }
 
+// `<folder of the file>/<temporary><number>.tmp`
+std::string temporary_of(const hic_writes& batch, const Common& folder, uint64_t i) {
+  const char* path = folder(batch.paths[i]);
+  const char* slash = strrchr(path, '/');
+  return std::string(path, slash ? slash + 1 - path : 0) + batch.temporary + std::to_string(batch.first + i) + ".tmp";
+}
+
 // Made without a name and then given one, a new file costs a fifth less than one that is created and renamed, and a crash leaves
 // nothing of it.  -> a hic_write_outcome, FAILED leaves errno; NO_RENAME, with nothing made, if it cannot be had here.
 int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i) {
@@ -173,7 +181,7 @@ int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i)
     if (give_name(file, folder.fd(), path))
       outcome = HIC_WRITE_WRITTEN;
     else if (errno == EEXIST)
-      outcome = give_name(file, folder.fd(), folder(batch.temporaries[i])) ? HIC_WRITE_EXISTS : HIC_WRITE_FAILED;
+      outcome = give_name(file, folder.fd(), temporary_of(batch, folder, i).c_str()) ? HIC_WRITE_EXISTS : HIC_WRITE_FAILED;
     else if (!is_full(errno))
       outcome = HIC_WRITE_NO_RENAME;
   }
@@ -193,7 +201,8 @@ int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i)
 
 // -> a hic_write_outcome; FAILED leaves errno.
 int32_t write_named(const hic_writes& batch, const Common& folder, uint64_t i) {
-  const char* temporary = folder(batch.temporaries[i]);
+  const std::string name = temporary_of(batch, folder, i);
+  const char* temporary = name.c_str();
   File file(folder.fd(), temporary, kCreate, 0600);
   if (!file) return errno == ENOENT ? HIC_WRITE_NO_FOLDER : HIC_WRITE_FAILED;
   if (fill(file, batch.buffers[i], batch.bytes[i]) && file.shut()) {
@@ -216,7 +225,38 @@ int32_t write_one(const hic_writes& batch, const Common& folder, uint64_t i) {
   return outcome;
 }
 
+bool is_key(const char* key, size_t bytes) {
+  if (!bytes || bytes > HIC_KEY_BYTES || *key == '-' || *key == '.') return false;
+  for (size_t at = 0; at < bytes; ++at) {
+    const char c = key[at];
+    const bool fits = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' || c == '.';
+    if (!fits) return false;
+  }
+  return true;
+}
+
 }  // namespace
+
+uint64_t hic_files_place(hic_places* places) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  const size_t folder_bytes = strlen(places->folder);
+  const char* key = places->keys;
+  const char* const end = key + places->keys_bytes;
+  char* out = places->memory;
+  for (uint64_t i = 0; i < places->count; ++i) {
+    const char* const key_end = i + 1 == places->count ? end : static_cast<const char*>(memchr(key, 0, end - key));
+    if (!key_end || !is_key(key, key_end - key)) return i;
+    const uint8_t shard = hic::xxh32(key, key_end - key) & (places->shards - 1);
+    places->shard_of[i] = shard;
+    places->paths[i] = out;
+    out = static_cast<char*>(mempcpy(out, places->folder, folder_bytes));
+    *out++ = '/', *out++ = kDigits[shard >> 4], *out++ = kDigits[shard & 15], *out++ = '/';
+    out = static_cast<char*>(mempcpy(out, key, key_end - key));
+    out = static_cast<char*>(mempcpy(out, ".kv", 4));
+    key = key_end + 1;
+  }
+  return places->count;
+}
 
 int32_t hic_files_read(hic_reads* batch) {
   const Common folder(batch->paths, batch->count);

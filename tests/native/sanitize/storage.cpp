@@ -1,6 +1,7 @@
 // Digests, batches of files and of slots, and first touch in one program, for sanitizers.  Its argument is an empty folder.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -61,28 +62,33 @@ void by_threads(const std::function<void()>& work) {
 
 void try_files(const std::string& folder) {
   constexpr uint64_t kCount = 40, kChunks = 2;
-  std::vector<std::string> names_of, temporaries_of;
+  std::string keys;
   std::vector<Bytes> objects, back;
   std::vector<uint64_t> bytes, numbers;
   for (uint64_t i = 0; i < kCount; ++i) {
-    names_of.push_back(folder + "/object" + std::to_string(i));
-    temporaries_of.push_back(folder + "/.tmp" + std::to_string(i));
+    if (i) keys.push_back(0);
+    keys += "object" + std::to_string(i);
     bytes.push_back(4096 + chance() % 9000);
     objects.emplace_back(bytes.back());
     back.emplace_back(bytes.back());
     numbers.push_back(i);
   }
-  std::vector<const char*> paths, temporaries;
+  std::vector<const char*> paths(kCount);
+  std::vector<uint8_t> shards(kCount);
+  const Bytes memory(kCount * (folder.size() + HIC_PATH_BYTES) + keys.size());
+  hic_places places{kCount, keys.data(), keys.size(), folder.c_str(), 2, reinterpret_cast<char*>(memory.data.get()), paths.data(),
+                    shards.data()};
+  require(hic_files_place(&places) == kCount, "all have a place");
+  mkdir((folder + "/00").c_str(), 0700), mkdir((folder + "/01").c_str(), 0700);
   std::vector<void*> from, to;
   for (uint64_t i = 0; i < kCount; ++i) {
-    paths.push_back(names_of[i].c_str()), temporaries.push_back(temporaries_of[i].c_str());
     from.push_back(objects[i].data.get()), to.push_back(back[i].data.get());
   }
   const Bytes digest(16), hashes(32 * kCount / kChunks);
   const uint64_t chunks[kChunks] = {7, 1};
   const hic_names names{digest.data.get(), hashes.data.get(), chunks, kChunks, nullptr};
   std::vector<int32_t> written(kCount, HIC_WRITE_SKIPPED), errors(kCount);
-  hic_writes writes{kCount, 0, temporaries.data(), paths.data(), from.data(), bytes.data(), &names, numbers.data(),
+  hic_writes writes{kCount, 0, paths.data(), ".tmp", 5, from.data(), bytes.data(), &names, numbers.data(),
                     written.data(), errors.data(), 0, 0};
   by_threads([&] { require(!hic_files_write(&writes), "write"); });
   for (const int32_t outcome : written) require(outcome == HIC_WRITE_WRITTEN, "all are written");
