@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -12,7 +13,9 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
+#include "breather.h"
 #include "error.h"
 #include "objects.h"
 #include "xxh32.h"
@@ -30,8 +33,7 @@ class File {
     while (fd_ < 0 && errno == EINTR);
   }
   ~File() { shut(); }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
+  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   explicit operator bool() const { return fd_ >= 0; }
   int fd() const { return fd_; }
   // -> whether the system has nothing to complain about; a second call does nothing.
@@ -88,9 +90,19 @@ void end_at(hic_lookups& batch, uint64_t i, int32_t error) {
   __atomic_store_n(&batch.lock, 0, __ATOMIC_RELEASE);
 }
 
+// Open a file to be read, without writing down when that was: our own order of use is that of mtimes, and the first read of a new file
+// would cost an update of its inode.  Only the owner of a file may do so.
+File open_to_read(int folder, const char* path) {
+#ifdef O_NOATIME
+  File file(folder, path, kRead | O_NOATIME);
+  if (file || errno != EPERM) return file;
+#endif
+  return File(folder, path, kRead);
+}
+
 // -> the bytes read, or a hic_read_outcome; FAILED leaves errno.
 int64_t read_one(const hic_reads& batch, const Common& folder, uint64_t i) {
-  const File file(folder.fd(), folder(batch.paths[i]), kRead);
+  const File file = open_to_read(folder.fd(), folder(batch.paths[i]));
   if (!file)  // a link or a socket is not ours
     return errno == ENOENT || errno == ELOOP || errno == ENXIO ? HIC_READ_MISSING : HIC_READ_FAILED;
   struct stat found;
@@ -125,14 +137,18 @@ int rename_new(int folder, const char* from, const char* to) {
 #endif
 }
 
-bool fill(const File& file, const void* buffer, uint64_t bytes) {
+// A write of a mebibyte takes as long as the event loop should ever wait.
+constexpr uint64_t kPieceBytes = 256 << 10;
+
+bool fill(const File& file, const void* buffer, uint64_t bytes, hic::Breather& breather) {
   const uint8_t* at = static_cast<const uint8_t*>(buffer);
   do {
-    const ssize_t now = write(file.fd(), at, bytes);
+    const ssize_t now = write(file.fd(), at, std::min(bytes, kPieceBytes));
     if (now < 0 && errno == EINTR) continue;
     if (now < 0) return false;
     at += now;
     bytes -= static_cast<uint64_t>(now);
+    breather.step();
   } while (bytes);
   return true;
 }
@@ -167,7 +183,7 @@ std::string temporary_of(const hic_writes& batch, const Common& folder, uint64_t
 
 // Made without a name and then given one, a new file costs a fifth less than one that is created and renamed, and a crash leaves
 // nothing of it.  -> a hic_write_outcome, FAILED leaves errno; NO_RENAME, with nothing made, if it cannot be had here.
-int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i) {
+int32_t write_unnamed(const hic_writes& batch, const Common& folder, hic::Breather& breather, uint64_t i) {
 #ifdef O_TMPFILE
   const char* path = folder(batch.paths[i]);
   const char* slash = strrchr(path, '/');
@@ -177,7 +193,7 @@ int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i)
     return HIC_WRITE_NO_RENAME;
   }
   int32_t outcome = HIC_WRITE_FAILED;
-  if (fill(file, batch.buffers[i], batch.bytes[i])) {
+  if (fill(file, batch.buffers[i], batch.bytes[i], breather)) {
     if (give_name(file, folder.fd(), path))
       outcome = HIC_WRITE_WRITTEN;
     else if (errno == EEXIST)
@@ -200,12 +216,12 @@ int32_t write_unnamed(const hic_writes& batch, const Common& folder, uint64_t i)
 }
 
 // -> a hic_write_outcome; FAILED leaves errno.
-int32_t write_named(const hic_writes& batch, const Common& folder, uint64_t i) {
+int32_t write_named(const hic_writes& batch, const Common& folder, hic::Breather& breather, uint64_t i) {
   const std::string name = temporary_of(batch, folder, i);
   const char* temporary = name.c_str();
   File file(folder.fd(), temporary, kCreate, 0600);
   if (!file) return errno == ENOENT ? HIC_WRITE_NO_FOLDER : HIC_WRITE_FAILED;
-  if (fill(file, batch.buffers[i], batch.bytes[i]) && file.shut()) {
+  if (fill(file, batch.buffers[i], batch.bytes[i], breather) && file.shut()) {
     if (!rename_new(folder.fd(), temporary, folder(batch.paths[i]))) return HIC_WRITE_WRITTEN;
     if (errno == EEXIST) return HIC_WRITE_EXISTS;
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) return HIC_WRITE_NO_RENAME;
@@ -216,23 +232,24 @@ int32_t write_named(const hic_writes& batch, const Common& folder, uint64_t i) {
   return HIC_WRITE_FAILED;
 }
 
-int32_t write_one(const hic_writes& batch, const Common& folder, uint64_t i) {
-  if (best_naming == Naming::kNone) return write_named(batch, folder, i);
-  int32_t outcome = write_unnamed(batch, folder, i);
+int32_t write_one(const hic_writes& batch, const Common& folder, hic::Breather& breather, uint64_t i) {
+  if (best_naming == Naming::kNone) return write_named(batch, folder, breather, i);
+  int32_t outcome = write_unnamed(batch, folder, breather, i);
   if (outcome != HIC_WRITE_NO_RENAME) return outcome;
-  outcome = write_named(batch, folder, i);
+  outcome = write_named(batch, folder, breather, i);
   if (outcome == HIC_WRITE_WRITTEN) best_naming = Naming::kNone;  // so it is the other way that cannot be had
   return outcome;
 }
 
 bool is_key(const char* key, size_t bytes) {
   if (!bytes || bytes > HIC_KEY_BYTES || *key == '-' || *key == '.') return false;
+  uint8_t fits = 1;  // without a branch, so that the compiler looks at many letters at once
   for (size_t at = 0; at < bytes; ++at) {
-    const char c = key[at];
-    const bool fits = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' || c == '.';
-    if (!fits) return false;
+    const uint8_t c = static_cast<uint8_t>(key[at]);
+    const uint8_t letter = static_cast<uint8_t>((c | 0x20) - 'a') < 26, digit = static_cast<uint8_t>(c - '0') < 10;
+    fits &= letter | digit | (c == '_') | (c == '-') | (c == '.');
   }
-  return true;
+  return fits;
 }
 
 }  // namespace
@@ -260,7 +277,8 @@ uint64_t hic_files_place(hic_places* places) {
 
 int32_t hic_files_read(hic_reads* batch) {
   const Common folder(batch->paths, batch->count);
-  for (uint64_t i; (i = next(&batch->next)) < batch->count;) {
+  hic::Breather breather;
+  for (uint64_t i; (i = next(&batch->next)) < batch->count; breather.step()) {
     const int64_t outcome = read_one(*batch, folder, i);
     batch->errors[i] = outcome == HIC_READ_FAILED ? errno : 0;
     batch->outcomes[i] = outcome;
@@ -275,10 +293,11 @@ int32_t hic_files_write(hic_writes* batch) {
     if (batch->bytes[i] < hic::kHeaderBytes)
       return hic::fail(HIC_INVALID, "object %llu has no room for a header", static_cast<unsigned long long>(i));
   const Common folder(batch->paths, batch->count);
+  hic::Breather breather;
   for (uint64_t i; (i = next(&batch->next)) < batch->count;) {
     if (__atomic_load_n(&batch->full, __ATOMIC_RELAXED)) continue;
     if (batch->names) hic::seal(static_cast<uint8_t*>(batch->buffers[i]), batch->bytes[i], *batch->names, batch->numbers[i]);
-    const int32_t outcome = write_one(*batch, folder, i);  // while it is in the processor's cache
+    const int32_t outcome = write_one(*batch, folder, breather, i);  // while it is in the processor's cache
     batch->errors[i] = outcome == HIC_WRITE_FAILED ? errno : 0;
     batch->outcomes[i] = outcome;
     if (is_full(batch->errors[i])) __atomic_store_n(&batch->full, 1, __ATOMIC_RELAXED);
