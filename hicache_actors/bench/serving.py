@@ -260,6 +260,7 @@ async def _overhead(on: Serving, off: Serving, sizes: Sizes, progress: Progress)
     without_s: list[float] = []
     bare_s: list[float] = []
     cpu_s: dict[Serving, list[float]] = {on: [], off: []}
+    await asyncio.to_thread(os.sync)  # the kernel has been given more than it has written to the disk yet
     for number in range(sizes.pairs):
         progress.step("overhead")
         prompt = on.new_prompt()
