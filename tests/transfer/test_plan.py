@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache_actors.core.pool import FEW
 from hicache_actors.core.words import Slots, pack_slots
 from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.memory.host import HostMemory
@@ -67,6 +68,22 @@ def test_slots_that_do_not_fit_are_refused(source: Slots, target: Slots, words: 
     kv, host = sides(5)
     with pytest.raises(UsageError, match=words):
         CopyPlan(kv, source, host, target)
+
+
+@pytest.mark.parametrize(
+    ("last_source", "last_target", "words"),
+    [
+        (FEW + 1, FEW, f"source slot {FEW + 1} of a pool of {FEW + 1}"),
+        (FEW, FEW + 1, f"target slot {FEW + 1} of a pool of {FEW + 1}"),
+        (FEW, 3, "target slot 3 is given to two pages"),
+    ],
+)
+def test_one_slot_among_many_is_enough(last_source: int, last_target: int, words: str) -> None:
+    kv, host = sides(FEW + 1)
+    first = list(range(FEW))
+    CopyPlan(kv, pack_slots([*first, FEW]), host, pack_slots([*first, FEW]))
+    with pytest.raises(UsageError, match=words):
+        CopyPlan(kv, pack_slots([*first, last_source]), host, pack_slots([*first, last_target]))
 
 
 def test_shapes_that_differ_are_refused() -> None:
