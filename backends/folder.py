@@ -19,8 +19,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
@@ -52,6 +52,7 @@ from hicache_actors.backends.turns import Turns
 QUARANTINE_KEEP: Final = 64
 _WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 _WORTH_HELP_LOOKUPS: Final = 128
+_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 T = TypeVar("T")
 
@@ -85,7 +86,8 @@ class Folder:
         self._publisher = Publisher()
         self._turns = Turns(lambda: not is_native())
         self._number = 0  # of the next temporary file
-        self._numbering = threading.Lock()
+        self._batches = 0  # under way
+        self._counting = threading.Lock()
 
     def open(self) -> None:
         """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
@@ -121,9 +123,12 @@ class Folder:
     ) -> Found:
         """Without ``touch`` it counts as no use.  A large batch is read with another thread's ``help``."""
         object_bytes = len(buffers[0]) if buffers else 0
-        helper = help if object_bytes * len(keys) >= _WORTH_HELP_BYTES else None
-        with self._turns.turn(len(keys), object_bytes):
-            return self._read_all(keys, buffers, expected, time.time() - TOUCH_AFTER_S if touch else 0.0, helper)
+        touch_before_s = time.time() - TOUCH_AFTER_S if touch else 0.0
+        with (
+            self._turns.turn(len(keys), object_bytes),
+            self._worth_asking(help, object_bytes * len(keys)) as helper,
+        ):
+            return self._read_all(keys, buffers, expected, touch_before_s, helper)
 
     def write_many(
         self,
@@ -154,8 +159,8 @@ class Folder:
         last_error: OSError | None = None
         try:
             numbers = range(len(keys)) if numbers is None else numbers
-            helper = help if booking.reserved_bytes >= _WORTH_HELP_BYTES else None
-            outcomes_made = self._make(files, expected, [numbers[i] for i in granted], helper)
+            with self._worth_asking(help, booking.reserved_bytes) as helper:
+                outcomes_made = self._make(files, expected, [numbers[i] for i in granted], helper)
             for at, (i, made) in enumerate(zip(granted, outcomes_made, strict=True)):
                 if made[0] is Made.WRITTEN:
                     outcomes[i] = Stored.WRITTEN
@@ -291,8 +296,20 @@ class Folder:
     def _file(self, row: int, name: str) -> bytes:
         return os.path.join(self._folder_of(row), os.fsencode(name))
 
+    @contextmanager
+    def _worth_asking(self, help: Help | None, n_bytes: int) -> Iterator[Help | None]:
+        """Around a batch: ``help`` if the batch is large, and other batches leave a core to who would help."""
+        with self._counting:
+            self._batches += 1
+            spare = self._batches <= _CORES
+        try:
+            yield help if spare and n_bytes >= _WORTH_HELP_BYTES else None
+        finally:
+            with self._counting:
+                self._batches -= 1
+
     def _new_files(self, paths: Sequence[bytes], buffers: Sequence[memoryview]) -> NewFiles:
-        with self._numbering:
+        with self._counting:
             first, self._number = self._number, self._number + len(paths)
         return NewFiles(paths, buffers, b".%s." % self._instance, first)
 

@@ -21,7 +21,7 @@ class Breather {
   }
 
  private:
-  static constexpr int64_t kStretchNs = 500'000;
+  static constexpr int64_t kStretchNs = 250'000;
   static int64_t now_ns() {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
