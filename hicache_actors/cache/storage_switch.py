@@ -48,7 +48,7 @@ def source_of(config: Config, shape: KVShape, store: str | Backend, group: RankG
     hung = limits.max_hung_calls
     threads = StoreThreads(
         {
-            "query": limits.query_concurrency + hung,
+            "query": _THREADS_A_BATCH * (limits.query_concurrency + hung),
             "read": _THREADS_A_BATCH * (limits.read_concurrency + hung),
             "write": _THREADS_A_BATCH * (limits.write_concurrency + hung),
         }
