@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import tempfile
@@ -157,3 +158,30 @@ def test_what_is_no_key_is_found_out(files: native.Files, key: str) -> None:
     assert isinstance(files.place(b"/folder", 64, [key, "good"]), int)
     with pytest.raises(BackendError, match="is no file name"):
         place(b"/folder", ["good", key, "good"])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may act for another user")
+def test_files_of_another_user_are_read(files: native.Files) -> None:
+    """Only its owner may open a file without noting when it was read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        targets = paths(Path(folder), "file", 10)
+        for path in map(Path, map(os.fsdecode, targets)):
+            path.write_bytes(b"x" * 100)
+            path.chmod(0o644)
+        back = [memoryview(bytearray(100)) for _ in targets]
+        reads = native.Reads(files, targets, back, 0, None)
+        was: list[int] = []
+
+        def as_nobody() -> None:
+            setfsuid = ctypes.CDLL(None).setfsuid  # of this thread alone
+            was.append(setfsuid(65534))
+            reads.run()
+            was.append(setfsuid(0))
+
+        thread = threading.Thread(target=as_nobody)
+        thread.start()
+        thread.join()
+        assert was == [0, 65534]
+        assert reads.outcomes == [100] * 10
+        assert bytes(back[9]) == b"x" * 100
