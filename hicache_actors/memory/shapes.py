@@ -26,7 +26,7 @@ BATCH_BYTES: Final = 32 * 1024 * 1024
 
 
 def batch_pages(page_bytes: int) -> int:
-    """Pages of a batch, the unit in which they move: at most 64, and 32 MiB, but one at least."""
+    """Pages of a batch, the unit in which they move: at most 256, and 32 MiB, but one at least."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
 
 

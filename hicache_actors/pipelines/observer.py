@@ -19,7 +19,7 @@ BatchKind: TypeAlias = Literal["prefetch", "load", "write_back", "backup"]
 
 
 class BatchEnd(msgspec.Struct, frozen=True):
-    """One batch (at most 64 pages) of a job has ended well.
+    """One batch (at most 256 pages) of a job has ended well.
 
     ==========  =============  =============  ==========================================
     kind        source         target         keys of the medium

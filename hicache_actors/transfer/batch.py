@@ -29,7 +29,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def cut(slots: Slots, page_bytes: int) -> list[Batch]:
-    """Batches of at most 64 pages and 32 MiB."""
+    """Batches of at most 256 pages and 32 MiB."""
     return [
         Batch(number, run.start, slots[run.start * SLOT_BYTES : run.stop * SLOT_BYTES])
         for number, run in enumerate(batches(slots, page_bytes))

@@ -35,7 +35,7 @@ class Paged(Protocol):
 
 
 def batches(slots: Slots, page_bytes: int) -> tuple[range, ...]:
-    """Positions in ``slots``, cut into batches of at most 64 pages and 32 MiB (one page at least)."""
+    """Positions in ``slots``, cut into batches of at most 256 pages and 32 MiB (one page at least)."""
     pages = len(slots) // SLOT_BYTES
     step = batch_pages(page_bytes)
     return tuple(range(start, min(start + step, pages)) for start in range(0, pages, step))
