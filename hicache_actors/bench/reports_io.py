@@ -20,10 +20,12 @@ from hicache_actors.bench.plain import ExecutorLoop, Pages
 from hicache_actors.bench.rig import PAGE_TOKENS, Rig, open_rig
 from hicache_actors.config import StorageConfig
 from hicache_actors.memory.layout import SlotLayout
+from hicache_actors.memory.shapes import batch_pages
 from hicache_actors.runtime import Workers
 
 PAGE_BYTES: Final = 64 << 10
 READERS: Final = 4
+LARGE_BATCHES: Final = 2 * READERS
 
 
 async def busy_thread(folder: str, divisor: int) -> Figures:
@@ -110,9 +112,9 @@ async def noticed(folder: str, divisor: int) -> Figures:
 
 
 async def behind_a_large_one(folder: str, divisor: int) -> Figures:
-    """P11: a fetch of 4 pages, alone, and behind one of 512 pages from a store that takes 50 ms a batch."""
-    large_pages, small_pages, batch_s = 512, 4, 0.05
-    slow = Slow(MemoryBackend("memory://behind", Workers("unused", 1)), bytes_per_s=64 * PAGE_BYTES / batch_s)
+    """P11: a fetch of 4 pages, alone, and behind one of 8 batches from a store that takes 50 ms for each, 4 at a time."""
+    large_pages, small_pages, batch_s = LARGE_BATCHES * batch_pages(PAGE_BYTES), 4, 0.05
+    slow = Slow(MemoryBackend("memory://behind", Workers("unused", 1)), bytes_per_s=_of_batches(batch_s))
     alone_s: list[float] = []
     behind_s: list[float] = []
     async with open_rig(
@@ -134,14 +136,14 @@ async def behind_a_large_one(folder: str, divisor: int) -> Figures:
         "alone_ms": spread(alone_s, scale=1e3),
         "behind_ms": spread(behind_s, scale=1e3),
         "behind_ms_limit": round((median(alone_s) + batch_s) * 1e3, 3),  # no more than what is under way
-        "large_ms": round(large_pages / 64 / READERS * batch_s * 1e3, 3),
+        "large_ms": round(LARGE_BATCHES / READERS * batch_s * 1e3, 3),
     }
 
 
 async def stop_policies(folder: str, divisor: int) -> Figures:
-    """P12: 512 pages from a store that takes 0.4 s for a batch of 64, 4 batches at a time, while other requests come and go:
+    """P12: 8 batches from a store that takes 0.4 s for each, 4 at a time, while other requests come and go:
     how long each policy waits, and what part it gets.  The timeout is 0.6 s."""
-    pages, batch_s = 512, 0.4 / divisor
+    pages, batch_s = LARGE_BATCHES * batch_pages(PAGE_BYTES), 0.4 / divisor
     store = MemoryBackend("memory://policies", Workers("unused", 1))
     slow = Slow(store)
     figures: dict[str, float | str | Figures] = {}
@@ -159,7 +161,7 @@ async def stop_policies(folder: str, divisor: int) -> Figures:
         ) as rig:
             await rig.store(rig.prompt(1), "write")
             await rig.clear()
-            slow.bytes_per_s = 64 * PAGE_BYTES / batch_s
+            slow.bytes_per_s = _of_batches(batch_s)
             others = asyncio.ensure_future(_come_and_go(rig))
             begun_s = perf_counter()
             async with rig.cache.acquire(rig.prompt(1)) as lease:
@@ -195,6 +197,11 @@ async def asked_again(folder: str, divisor: int) -> Figures:
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------------
+
+
+def _of_batches(batch_s: float) -> float:
+    """Bytes a second, of which a batch takes so long."""
+    return batch_pages(PAGE_BYTES) * PAGE_BYTES / batch_s
 
 
 async def _ask_all(rig: Rig, prompts: int, pages: int) -> tuple[list[int], Counter[str]]:
