@@ -20,7 +20,7 @@ from hicache_actors.errors import StoppedError, TransferError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import Order, SlotLayout
-from hicache_actors.memory.shapes import KVShape
+from hicache_actors.memory.shapes import BATCH_PAGES, KVShape
 from hicache_actors.testing.kv_samples import (
     LAYERS,
     ORDERS_AND_MLA,
@@ -115,17 +115,17 @@ class DeviceContract:
         assert page_bytes(kv, 9, "page_first") == before
 
     async def test_a_batch_moves_its_pages_only(self, device: ControlledDevice[Any]) -> None:
-        shape = KVShape(2, 1, 1, 1, "uint8", 1)
-        kv = KVTensors.make(shape, 100, device=self.place)
+        shape, pages = KVShape(2, 1, 1, 1, "uint8", 1), BATCH_PAGES + 36
+        kv = KVTensors.make(shape, pages, device=self.place)
         kv.layer(0)[0].fill_(1)
         kv.layer(1)[0].fill_(2)
-        host = known(device, HostMemory(SlotLayout(shape, header_bytes=0), 100))
-        slots = pack_slots(range(100))
+        host = known(device, HostMemory(SlotLayout(shape, header_bytes=0), pages))
+        slots = pack_slots(range(pages))
         plan = CopyPlan(kv, slots, host, slots)
-        assert plan.batches == (range(64), range(64, 100))
+        assert plan.batches == (range(BATCH_PAGES), range(BATCH_PAGES, pages))
         assert await fired(device.stream("copy").submit(plan.work(range(1, 2), 1))) is None
         assert host.layer(0)[0].sum() == 0
-        assert host.layer(1)[0].flatten().tolist() == [0] * 64 + [2] * 36
+        assert host.layer(1)[0].flatten().tolist() == [0] * BATCH_PAGES + [2] * 36
 
     # -- order ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from hicache_actors import BackendError, HiCacheError
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Access, Fault, Faulty, Wrapper, at_random
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.testing.lives import LIFE_PAGES, live, reference_token, request, run_checked
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import open_small, prompt
@@ -153,18 +154,19 @@ def test_a_read_of_too_many_pages_is_not_believed() -> None:
 
     async def main() -> None:
         liar = Liar("read", lambda found: [*found, *[True] * 100])
-        async with open_small(device_pages=80, host_pages=200, backend=liar) as small:
-            asked = prompt(70)  # 64 pages a batch
+        pages = BATCH_PAGES + 6
+        async with open_small(device_pages=pages + 10, host_pages=2 * pages + 60, backend=liar) as small:
+            asked = prompt(pages)
             wanted = reference_token(small, asked)
             assert await request(small, asked) == wanted
             await small.cache.drain(60.0)
             objects = liar.inner._objects  # type: ignore[attr-defined]
-            hashes = asked.page_hashes(small.cache.page_size, 70)
+            hashes = asked.page_hashes(small.cache.page_size, pages)
             last = small.store.keys.keys(hashes)[-1]  # batches may come in any order
             objects[last] = bytes(len(objects[last]))
             await small.cache.reset()
             async with small.cache.acquire(asked, deadline_s=5.0) as lease:
-                assert lease.account.storage == 4 * 69
+                assert lease.account.storage == 4 * (pages - 1)
             assert await request(small, asked) == wanted
 
     run_checked(main, None)

@@ -18,6 +18,7 @@ from hicache_actors.cache.api import Stored as StoredTokens
 from hicache_actors.errors import BackendError
 from hicache_actors.keys.prompt import Prompt
 from hicache_actors.keys.scope import NO_SCOPE, Scope
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.testing.small import Small, prompt, tokens
 from hicache_actors.transfer.completions import fired
 
@@ -106,10 +107,8 @@ async def test_b044_steps_alone_bring_saves_to_their_end(anyio_backend: object) 
         assert pins(small) == 0
 
 
-def _second_batch(access: Access, times: int) -> Exception | None:
-    """Pages 65-128 of a backup that comes in batches of 64 fail so many times."""
-    hit = access.verb == "write" and 64 < access.object <= 128
-    return BackendError("planted") if hit and access.attempt <= times else None
+def _in_second_batch(access: Access) -> bool:
+    return access.verb == "write" and BATCH_PAGES < access.object <= 2 * BATCH_PAGES
 
 
 @pytest.mark.parametrize("anyio_backend", ["virtual:1"], indirect=True)
@@ -117,45 +116,50 @@ async def test_b046_a_batch_that_failed_once_is_written_in_the_end(anyio_backend
     """Given a store that fails the second of 5 batches once.
     When the save has ended, and the prefix has been dropped from device and host.
     Then all pages come back from the store."""
-    asked = prompt(320)
-    faulty = Faulty(MemoryBackend(), lambda access: _second_batch(access, 1))
-    async with opened(device_pages=330, host_pages=640, backend=faulty) as small:
+
+    def schedule(access: Access) -> Exception | None:
+        return BackendError("planted") if _in_second_batch(access) and access.attempt == 1 else None
+
+    pages = 5 * BATCH_PAGES
+    asked, faulty = prompt(pages), Faulty(MemoryBackend(), schedule)
+    async with opened(device_pages=pages + 10, host_pages=2 * pages, backend=faulty) as small:
         first = await compute(small, asked)
-        assert await small.cache.stored(asked, 60.0) == StoredTokens(320 * PAGE)
+        assert await small.cache.stored(asked, 60.0) == StoredTokens(pages * PAGE)
         assert faulty.injected["write_error"] == 1
-        assert small.cache.snapshot().counts["backup_failed_pages"] == 256
+        assert small.cache.snapshot().counts["backup_failed_pages"] == pages - BATCH_PAGES
         await quiet(small)
         await small.cache.reset()
         again = await small.engine.answer(asked, deadline_s=30.0)
-        assert (again.account.storage, again.tokens) == (320 * PAGE, first.tokens)
+        assert (again.account.storage, again.tokens) == (pages * PAGE, first.tokens)
 
 
 @pytest.mark.parametrize("anyio_backend", ["virtual:1"], indirect=True)
 async def test_b046_pages_that_were_never_written_count_as_absent(anyio_backend: object) -> None:
-    """Given a store that fails pages 65-128 of a prefix whenever they are written.
+    """Given a store that fails the second of 5 batches of a prefix whenever its pages are written.
     When the save has been given up.
     Then what is beyond counts as absent and as failed, is not found, and a later write saves it."""
-    backend, asked = MemoryBackend(), prompt(320)
+    pages, beyond = 5 * BATCH_PAGES, 4 * BATCH_PAGES
+    backend, asked = MemoryBackend(), prompt(pages)
     bad_keys: set[str] = set()
     broken = True
 
     def schedule(access: Access) -> Exception | None:
-        if access.verb == "write" and 64 < access.object <= 128 and access.attempt == 1:
+        if _in_second_batch(access) and access.attempt == 1:
             bad_keys.add(access.key)
         return BackendError("planted") if broken and access.verb == "write" and access.key in bad_keys else None
 
-    async with opened(device_pages=330, host_pages=660, backend=Faulty(backend, schedule)) as small:
+    async with opened(device_pages=pages + 10, host_pages=2 * pages + 20, backend=Faulty(backend, schedule)) as small:
         await compute(small, asked)
-        assert await small.cache.stored(asked, 120.0) == StoredTokens(64 * PAGE, "given_up")
+        assert await small.cache.stored(asked, 120.0) == StoredTokens(BATCH_PAGES * PAGE, "given_up")
         counts = small.cache.snapshot().counts
-        assert (counts["backup_failed_pages"], counts["backup_given_up_pages"]) == (4 * 256, 256)
-        assert backend.stats()["objects"] == 64
+        assert (counts["backup_failed_pages"], counts["backup_given_up_pages"]) == (4 * beyond, beyond)
+        assert backend.stats()["objects"] == BATCH_PAGES
         await quiet(small)
         await small.cache.reset()
-        assert await small.cache.prefetch(asked, "look", deadline_s=30.0).wait() == 64 * PAGE
+        assert await small.cache.prefetch(asked, "look", deadline_s=30.0).wait() == BATCH_PAGES * PAGE
         broken = False
         await compute(small, asked)
-        assert await small.cache.stored(asked, 60.0) == StoredTokens(320 * PAGE)
+        assert await small.cache.stored(asked, 60.0) == StoredTokens(pages * PAGE)
 
 
 @LOOPS

@@ -13,12 +13,12 @@ from hicache_actors import HiCacheError
 from hicache_actors.backends.memory import MemoryBackend
 from hicache_actors.backends.wrappers import Slow
 from hicache_actors.keys.prompt import Prompt
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import Small, open_small, prompt, small_config
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
-BATCH_PAGES = 64
 LONG = 4 * BATCH_PAGES
 READ_S = 0.1  #: per batch
 

@@ -15,6 +15,7 @@ from hicache_actors.backends.wrappers import Access, Fault, Faulty, Hanging, Slo
 from hicache_actors.cache.api import Stored
 from hicache_actors.config import Deadlines
 from hicache_actors.errors import BackendError
+from hicache_actors.memory import shapes
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.small import Small, evict_device, open_small, prompt
 from hicache_actors.tiers.storage.words import StorageSnapshot
@@ -22,6 +23,7 @@ from hicache_actors.tiers.storage.words import StorageSnapshot
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 PAGES = 6
 ALL = 4 * PAGES
+BATCH = 64  #: pages, where a test has many batches
 
 
 class Clocked(Wrapper):
@@ -129,7 +131,13 @@ def test_a_backup_stops_at_its_first_failure_so_that_no_hole_is_stored(seed: int
     run_checked(main, seed)
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "BATCH_PAGES", BATCH)
+
+
 @SEEDS
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_batches_are_stored_in_prefix_order_and_the_first_failure_ends_the_job(at_once: int, seed: int | None) -> None:
     """Those that are under way beside the one that fails are stored, and do not count; no more begin."""
@@ -146,28 +154,33 @@ def test_batches_are_stored_in_prefix_order_and_the_first_failure_ends_the_job(a
     batches: list[int] = []
 
     async def main() -> None:
-        store = Ordered(0)
-        async with open_small(device_pages=390, host_pages=390, backend=store, write_concurrency=at_once) as small:
-            await request(small, prompt(330))
-            assert await small.cache.stored(prompt(330), 0.9) == Stored(0, "pending")
-            assert batches == [64] * at_once
-            assert store.inner.stats()["objects"] == 64 * (at_once - 1)
-            assert await small.cache.stored(prompt(330), 60.0) == Stored(4 * 330, None)
-            assert batches[at_once:] == [64, 64, 64, 64, 64, 10]
-            assert _storage(small).present_pages == 64 * (at_once - 1)
+        store, pages = Ordered(0), 5 * BATCH + 10
+        async with open_small(
+            device_pages=pages + BATCH, host_pages=pages + BATCH, backend=store, write_concurrency=at_once
+        ) as small:
+            await request(small, prompt(pages))
+            assert await small.cache.stored(prompt(pages), 0.9) == Stored(0, "pending")
+            assert batches == [BATCH] * at_once
+            assert store.inner.stats()["objects"] == BATCH * (at_once - 1)
+            assert await small.cache.stored(prompt(pages), 60.0) == Stored(4 * pages, None)
+            assert batches[at_once:] == [BATCH] * 5 + [10]
+            assert _storage(small).present_pages == BATCH * (at_once - 1)
 
     run_checked(main, seed)
 
 
 @SEEDS
+@pytest.mark.usefixtures("small_batches")
 def test_a_backup_that_is_given_up_is_released_when_all_that_was_under_way_has_ended(seed: int | None) -> None:
     """RESULT comes at its deadline, with two batches at the store and one waiting: the slots stay in limbo until both return."""
 
     async def main() -> None:
-        store = Hanging(MemoryBackend(), ["write"])
+        store, pages = Hanging(MemoryBackend(), ["write"]), 4 * BATCH - 6
         deadlines = Deadlines(backup_s=1.0)
-        async with open_small(device_pages=260, host_pages=260, backend=store, deadlines=deadlines) as small:
-            await request(small, prompt(250))
+        async with open_small(
+            device_pages=pages + 10, host_pages=pages + 10, backend=store, deadlines=deadlines
+        ) as small:
+            await request(small, prompt(pages))
             await anyio.sleep(0.5)
             lane = _storage(small).lanes["write"]
             assert (lane.running_calls, lane.waiting_calls) == (2, 1)
@@ -176,7 +189,7 @@ def test_a_backup_that_is_given_up_is_released_when_all_that_was_under_way_has_e
             lane = _storage(small).lanes["write"]
             assert (lane.running_calls, lane.waiting_calls) == (2, 0)
             store.release()
-            assert await small.cache.stored(prompt(250), 60.0) == Stored(4 * 250, None)
+            assert await small.cache.stored(prompt(pages), 60.0) == Stored(4 * pages, None)
             await small.cache.pipelines.idle()
 
     run_checked(main, seed)

@@ -13,7 +13,7 @@ from hicache_actors.errors import StoppedError, UsageError
 from hicache_actors.memory.host import HostMemory
 from hicache_actors.memory.kv import KVTensors
 from hicache_actors.memory.layout import SlotLayout
-from hicache_actors.memory.shapes import BATCH_BYTES, KVShape
+from hicache_actors.memory.shapes import BATCH_BYTES, BATCH_PAGES, KVShape
 from hicache_actors.transfer.plan import CopyPlan, batches
 
 SHAPE = KVShape(layers=2, kv=2, heads=1, head_dim=4, dtype="uint8", page_size=2)
@@ -27,22 +27,26 @@ def sides(pages: int) -> tuple[KVTensors, HostMemory]:
     ("pages", "page_bytes", "lengths"),
     [
         (0, 100, []),
-        (64, 100, [64]),
-        (130, 100, [64, 64, 2]),
+        (BATCH_PAGES, 100, [BATCH_PAGES]),
+        (2 * BATCH_PAGES + 2, 100, [BATCH_PAGES, BATCH_PAGES, 2]),
+        (BATCH_PAGES + 1, BATCH_BYTES // BATCH_PAGES, [BATCH_PAGES, 1]),
+        (BATCH_PAGES, BATCH_BYTES // BATCH_PAGES + 1, [BATCH_PAGES - 1, 1]),
         (5, BATCH_BYTES // 2, [2, 2, 1]),
         (2, BATCH_BYTES + 1, [1, 1]),
     ],
 )
-def test_batches_hold_64_pages_and_32_mib(pages: int, page_bytes: int, lengths: list[int]) -> None:
+def test_batches_hold_256_pages_and_32_mib_at_most(pages: int, page_bytes: int, lengths: list[int]) -> None:
+    assert (BATCH_PAGES, BATCH_BYTES) == (256, 32 * 2**20)
     cut = batches(pack_slots(range(pages)), page_bytes)
     assert [len(batch) for batch in cut] == lengths
     assert [page for batch in cut for page in batch] == list(range(pages))
 
 
 def test_work_counts_its_bytes() -> None:
-    kv, host = sides(100)
-    plan = CopyPlan(kv, pack_slots(range(100)), host, pack_slots(range(100)))
-    assert (plan.pages, plan.nbytes, plan.layers) == (100, 100 * SHAPE.page_bytes, range(2))
+    pages = BATCH_PAGES + 36
+    kv, host = sides(pages)
+    plan = CopyPlan(kv, pack_slots(range(pages)), host, pack_slots(range(pages)))
+    assert (plan.pages, plan.nbytes, plan.layers) == (pages, pages * SHAPE.page_bytes, range(2))
     assert plan.work().nbytes == plan.nbytes
     assert plan.work(range(1), 1).nbytes == 36 * SHAPE.layer_page_bytes
 
