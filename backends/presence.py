@@ -42,14 +42,13 @@ def absent(paths: Sequence[bytes], buffers: Sequence[memoryview], outcomes: list
     A wrong guess costs a write in vain, and no more: whoever gives a file its name finds out.
     """
     found: list[int] = []
-    rest_is_absent = False
-    for at, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
-        if not rest_is_absent and _is_whole(path, len(buffer)):
+    for at, path in enumerate(paths):
+        if _is_whole(path, len(buffers[at])):
             outcomes[at] = Stored.PRESENT
-            continue
-        if not found:
-            rest_is_absent = not os.access(paths[-1], os.F_OK)
-        found.append(at)
+        elif not found and not os.access(paths[-1], os.F_OK):
+            return [*range(at, len(paths))]
+        else:
+            found.append(at)
     return found
 
 
