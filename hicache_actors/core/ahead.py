@@ -19,7 +19,7 @@ from hicache_actors.core.words import HOST, READY
 if TYPE_CHECKING:
     from hicache_actors.core.saving import Saving
 
-_SECTION_PAGES: Final = 256  # four batches
+_SECTION_PAGES: Final = 256  # a batch, or several of long pages
 
 
 class Ahead:

@@ -15,7 +15,7 @@ from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import HOST, READY, Phase, PolicyRefused, UseStorage
 
-_JOB_PAGES = 256  # four batches
+_JOB_PAGES = 256  # a batch, or several of long pages
 _APPLY_NODES = 4096
 
 

@@ -25,7 +25,7 @@ from hicache_actors.core.words import ABSENT, DEVICE, FILLING, HOST, READY, SLOT
 from hicache_actors.keys.scope import Scope
 
 _RETRIES_PER_APPLY = 8
-_GATHERED_PAGES: Final = 256  # four batches: more gain nothing by waiting
+_GATHERED_PAGES: Final = 256  # a batch at least: more gain nothing by waiting
 _GATHERED_SHARE: Final = 8  # nor may more of the host than one page in so many wait: they are pinned
 _WRITE_BACK: Final = Cause("write_back")
 
