@@ -19,8 +19,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 from hicache_actors.backends.backend import Stored
@@ -41,18 +41,17 @@ from hicache_actors.backends.file_batches import (
     read_files,
     unlink,
 )
-from hicache_actors.backends.helping import Help, share
+from hicache_actors.backends.helping import Batches, Help, share
 from hicache_actors.backends.ledger import QUARANTINE, Booking, Ledger, Limits, disk_bytes
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.posix import Publisher, make_folder
 from hicache_actors.backends.presence import TOUCH_AFTER_S, absent, is_still, length_of
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, keys_in, scan
 from hicache_actors.backends.turns import Turns
+from hicache_actors.cuda_ext.native.buffers import pick, sizes
 
 QUARANTINE_KEEP: Final = 64
-_WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 _WORTH_HELP_LOOKUPS: Final = 128
-_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 T = TypeVar("T")
 
@@ -86,8 +85,8 @@ class Folder:
         self._publisher = Publisher()
         self._turns = Turns(lambda: not is_native())
         self._number = 0  # of the next temporary file
-        self._batches = 0  # under way
-        self._counting = threading.Lock()
+        self._numbering = threading.Lock()
+        self._batches = Batches()
 
     def open(self) -> None:
         """Make what is missing; OSError where this process cannot write, or the file system has no locks."""
@@ -126,7 +125,7 @@ class Folder:
         touch_before_s = time.time() - TOUCH_AFTER_S if touch else 0.0
         with (
             self._turns.turn(len(keys), object_bytes),
-            self._worth_asking(help, object_bytes * len(keys)) as helper,
+            self._batches.one(object_bytes * len(keys), help) as helper,
         ):
             return self._read_all(keys, buffers, expected, touch_before_s, helper)
 
@@ -143,23 +142,23 @@ class Folder:
         If something is ``expected``, what is written is sealed as the objects of these ``numbers``; of all, if they are not given.
         """
         rows, paths = place(self._objects, keys)
-        sizes = [disk_bytes(len(buffer)) for buffer in buffers]
+        costs = [*map(disk_bytes, sizes(buffers).tolist())]
         outcomes = [Stored.FAILED] * len(keys)
         try:
             missing = absent(paths, buffers, outcomes)
             if not missing:
                 return Written(outcomes, [], None)
-            booking = self.ledger.reserve([(rows[i], sizes[i]) for i in missing])
+            booking = self.ledger.reserve([(rows[i], costs[i]) for i in missing])
         except OSError as error:
             return Written(outcomes, [], error)
         granted, no_room = missing[: booking.granted], missing[booking.granted :]
         if len(granted) < len(keys):
-            paths, buffers = [paths[i] for i in granted], [buffers[i] for i in granted]
+            paths, buffers = [paths[i] for i in granted], pick(buffers, granted)
         files = self._new_files(paths, buffers)
         last_error: OSError | None = None
         try:
             numbers = range(len(keys)) if numbers is None else numbers
-            with self._worth_asking(help, booking.reserved_bytes) as helper:
+            with self._batches.one(booking.reserved_bytes, help) as helper:
                 outcomes_made = self._make(files, expected, [numbers[i] for i in granted], helper)
             for at, (i, made) in enumerate(zip(granted, outcomes_made, strict=True)):
                 if made[0] is Made.WRITTEN:
@@ -169,7 +168,7 @@ class Folder:
                 outcomes[i], failure = self._stored(files.one(at), row, made, booking)
                 last_error = failure or last_error
                 if outcomes[i] is not Stored.WRITTEN:
-                    booking.change(row, -sizes[i], -1)
+                    booking.change(row, -costs[i], -1)
         finally:
             self.ledger.settle(booking)
         return Written(outcomes, no_room, last_error)
@@ -296,20 +295,8 @@ class Folder:
     def _file(self, row: int, name: str) -> bytes:
         return os.path.join(self._folder_of(row), os.fsencode(name))
 
-    @contextmanager
-    def _worth_asking(self, help: Help | None, n_bytes: int) -> Iterator[Help | None]:
-        """Around a batch: ``help`` if the batch is large, and other batches leave a core to who would help."""
-        with self._counting:
-            self._batches += 1
-            spare = self._batches <= _CORES
-        try:
-            yield help if spare and n_bytes >= _WORTH_HELP_BYTES else None
-        finally:
-            with self._counting:
-                self._batches -= 1
-
     def _new_files(self, paths: Sequence[bytes], buffers: Sequence[memoryview]) -> NewFiles:
-        with self._counting:
+        with self._numbering:
             first, self._number = self._number, self._number + len(paths)
         return NewFiles(paths, buffers, b".%s." % self._instance, first)
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeAlias
+from contextlib import contextmanager
+from typing import Final, TypeAlias
+
+_WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
+_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 Help: TypeAlias = "Callable[[Callable[[], None]], Future[None] | None]"
 """Have another thread run this as well, if one can be had."""
@@ -24,3 +30,23 @@ def share(work: Callable[[], None], help: Help | None, *, at_most: int = 1) -> N
         errors = [helper.exception() for helper in helpers]  # waits for each
         for error in filter(None, errors):
             raise error
+
+
+class Batches:
+    """Those of one store that its threads copy just now.  Any thread."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one(self, n_bytes: int, help: Help | None) -> Iterator[Help | None]:
+        """Around a batch: ``help``, if the batch is large, and the others leave a core to who would help."""
+        with self._lock:
+            self._under_way += 1
+            spare = self._under_way <= _CORES
+        try:
+            yield help if spare and n_bytes >= _WORTH_HELP_BYTES else None
+        finally:
+            with self._lock:
+                self._under_way -= 1

@@ -13,6 +13,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.helping import Help
@@ -24,6 +25,7 @@ from hicache_actors.backends.slab.moves import Pieces
 from hicache_actors.backends.slab.options import SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import Claim, Found
+from hicache_actors.cuda_ext.native.buffers import pick, sizes
 from hicache_actors.errors import BackendError, StoppedError
 
 if TYPE_CHECKING:
@@ -88,15 +90,15 @@ class SlabBackend(Backend):
         return leading
 
     async def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        return [found for found, _ in await self._read(keys, buffers, None)]
+        return (await self._read(keys, buffers, None))[0]
 
     async def peek(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        return [found for found, _ in await self._read(keys, buffers, None, touch=False)]
+        return (await self._read(keys, buffers, None, touch=False))[0]
 
     async def read_checked(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected
     ) -> list[Verdict | None]:
-        return [verdict if found else None for found, verdict in await self._read(keys, buffers, expected)]
+        return (await self._read(keys, buffers, expected))[1]
 
     async def write(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[Stored]:
         return await self._write(keys, buffers, None)
@@ -108,40 +110,45 @@ class SlabBackend(Backend):
 
     async def _read(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None, *, touch: bool = True
-    ) -> list[tuple[bool, Verdict | None]]:
-        """-> whether each was found, and what it is if something is expected."""
+    ) -> tuple[list[bool], list[Verdict | None]]:
+        """-> which were found, and what those are if something is expected."""
         store = await self._found()
-        answers: list[tuple[bool, Verdict | None]] = [(False, None)] * len(keys)
+        answer: tuple[list[bool], list[Verdict | None]] = [False] * len(keys), [None] * len(keys)
         if store is not None and keys:
             table, medium, help = store.file.table, store.medium, self._help()
 
-            def read() -> None:
+            def read() -> tuple[list[bool], list[Verdict | None]]:
                 found = table.look_up(keys)
-                lengths = np.fromiter(map(len, buffers), np.uint64, len(keys))
-                here = np.flatnonzero((found.slots >= 0) & (found.lengths == lengths))
+                here = np.flatnonzero((found.slots >= 0) & (found.lengths == sizes(buffers)))
                 here = here[np.argsort(found.slots[here], kind="stable")]
                 slots, numbers = found.slots[here], here.tolist()
-                verdicts = medium.read(Pieces(slots.tolist(), [buffers[at] for at in numbers], numbers), expected, help)
+                verdicts = medium.read(Pieces(slots.tolist(), pick(buffers, numbers), numbers), expected, help)
                 # Where an entry has changed, somebody has written into the slot meanwhile.
                 same = table.unchanged(slots, found.marks[here])
-                for at, verdict, unchanged in zip(numbers, verdicts, same, strict=True):
-                    answers[at] = (unchanged, verdict)
                 if touch:
                     table.touch(slots[np.array(same, bool)], _now_ms())
+                if all(same) and numbers == [
+                    *range(len(keys))
+                ]:  # neighbours in the order of their prefix, as they were written
+                    return [True] * len(keys), verdicts
+                flags, judged = answer
+                for at, verdict, unchanged in zip(numbers, verdicts, same, strict=True):
+                    flags[at], judged[at] = unchanged, verdict if unchanged else None
+                return answer
 
             with self._errors("read"):
-                await self._workers.run(read)
-        hits = sum(found for found, _ in answers)
+                answer = await self._workers.run(read)
+        hits = answer[0].count(True)
         self._counts["hits"] += hits
-        self._counts["misses"] += len(answers) - hits
-        return answers
+        self._counts["misses"] += len(keys) - hits
+        return answer
 
     async def _write(
         self, keys: Sequence[str], buffers: Sequence[memoryview], expected: Expected | None
     ) -> list[Stored]:
         if not keys:
             return []
-        store = await self._made(max(map(len, buffers)))
+        store = await self._made(int(sizes(buffers).max()))
         step = max(1, min(_CLAIMED_AT_ONCE, store.file.geometry.slots // _CLAIMED_PART))
         parts = [range(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
         help = self._help()
@@ -170,8 +177,9 @@ class SlabBackend(Backend):
         table = store.file.table
         outcomes = dict.fromkeys(part, Stored.FAILED)
         with table.changing():
-            wanted = self._admitted(store.file, keys, buffers, part)
-            answers = table.claim_many([keys[at] for at in wanted], [len(buffers[at]) for at in wanted])
+            lengths = sizes(buffers)
+            wanted = self._admitted(store.file, keys, lengths, part)
+            answers = table.claim_many([keys[at] for at in wanted], lengths[wanted].tolist())
         claims: list[tuple[Claim, int]] = []
         present: list[Found] = []
         for at, answer in zip(wanted, answers, strict=True):
@@ -184,7 +192,7 @@ class SlabBackend(Backend):
                 outcomes[at] = Stored.PRESENT
         claims.sort()
         claimed, numbers = [claim for claim, _ in claims], [at for _, at in claims]
-        pieces = Pieces([claim.slot for claim in claimed], [buffers[at] for at in numbers], numbers)
+        pieces = Pieces([claim.slot for claim in claimed], pick(buffers, numbers), numbers)
         try:
             store.medium.write(pieces, expected, help)
         except BaseException:
@@ -262,13 +270,12 @@ class SlabBackend(Backend):
     def _maps(self) -> bool:
         return self.options.kind != "slab"
 
-    def _admitted(self, file: StoreFile, keys: Sequence[str], buffers: Sequence[memoryview], part: range) -> list[int]:
+    def _admitted(self, file: StoreFile, keys: Sequence[str], lengths: NDArray[np.uint64], part: range) -> list[int]:
         """Which of ``part`` may be stored.  While nobody else changes the table."""
         wanted: list[int] = []
         limit_bytes = self.options.write_bytes_per_day
         found = file.table.find_many(keys[part.start : part.stop]) if limit_bytes else [None] * len(part)
-        for at, there in zip(part, found, strict=True):
-            n_bytes = len(buffers[at])
+        for at, n_bytes, there in zip(part, lengths[part.start : part.stop].tolist(), found, strict=True):
             if n_bytes > file.geometry.slot_bytes:
                 self._counts["too_large"] += 1
             elif self._door is not None and not self._door.admits(keys[at]):

@@ -114,7 +114,7 @@ class File:
         batch = Batch(self._placed(pieces), expected, writes=False)
         if self._cache is None or not pieces.places:
             return self._move(batch, help)
-        verdicts, left = self._cache.read(batch)
+        verdicts, left = self._cache.read(batch, help)
         if left:
             rest = self._move(batch._replace(pieces=batch.pieces.some(left)), help)
             for at, verdict in zip(left, rest, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 from hicache_actors.backends.helping import Help, share
 from hicache_actors.backends.objects import Expected, Verdict, verdicts_of
 from hicache_actors.cuda_ext.native import slots as native
+from hicache_actors.cuda_ext.native.buffers import pick, sizes
 
 REQUEST_BYTES: Final = 512 << 10
 """Neighbours are moved together up to so many: a disk does no better by more, and several requests are under way at once."""
@@ -30,7 +31,7 @@ class Pieces(NamedTuple):
 
     def some(self, which: Sequence[int]) -> Pieces:
         places, buffers, numbers = self
-        return Pieces([places[at] for at in which], [buffers[at] for at in which], [numbers[at] for at in which])
+        return Pieces([places[at] for at in which], pick(buffers, which), [numbers[at] for at in which])
 
 
 class Batch(NamedTuple):
@@ -43,7 +44,7 @@ class Batch(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        return sum(map(len, self.pieces.buffers))
+        return int(sizes(self.pieces.buffers).sum())
 
 
 Verdicts = list[Verdict | None]
@@ -64,10 +65,10 @@ def alone(library: native.Slots, batch: Batch, fd: int) -> Verdicts:
     return _verdicts(batch, call)
 
 
-def from_cache(library: native.Slots, batch: Batch, fd: int) -> tuple[Verdicts, list[int]]:
+def from_cache(library: native.Slots, batch: Batch, help: Help | None, fd: int) -> tuple[Verdicts, list[int]]:
     """Read what the page cache has -> verdicts; and which pieces it has not, for which there is none."""
     call = _native(library, batch, fd, 0, from_cache=True)
-    call.move()
+    share(call.move, help)
     call.check()
     codes = call.verdicts
     left = [at for at, code in enumerate(codes) if code == native.NOT_CACHED] if native.NOT_CACHED in codes else []

@@ -11,7 +11,7 @@ import os
 import threading
 from typing import Final
 
-from hicache_actors.backends.helping import Help
+from hicache_actors.backends.helping import Batches, Help
 from hicache_actors.backends.slab import moves
 from hicache_actors.backends.slab.moves import Batch, Verdicts
 from hicache_actors.cuda_ext.native import slots as native
@@ -25,12 +25,13 @@ then has everybody wait who writes."""
 class PageCache:
     """Of one file, for its objects from the byte ``start`` on.  Worker threads call.
 
-    A batch keeps one thread: who writes holds the file's lock in the kernel, and several batches are read at once.
+    One thread writes a batch: it holds the file's lock in the kernel.
     """
 
     def __init__(self, library: native.Slots, fd: int, start: int) -> None:
         """Raises OSError where the kernel does not tell what its page cache has (before Linux 6.5, or of layered files)."""
         self._library, self._fd, self._start = library, fd, start
+        self._reads = Batches()
         self._lock = threading.Lock()
         self._unwritten_bytes = 0
         os.pread(fd, 1, 0)  # so that it has something
@@ -43,9 +44,10 @@ class PageCache:
         if native.NOT_CACHED in probe.verdicts:
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    def read(self, batch: Batch) -> tuple[Verdicts, list[int]]:
+    def read(self, batch: Batch, help: Help | None) -> tuple[Verdicts, list[int]]:
         """-> verdicts; and which of the pieces are not all there, and have not been read."""
-        return moves.from_cache(self._library, batch, self._fd)
+        with self._reads.one(batch.n_bytes, help) as helper:
+            return moves.from_cache(self._library, batch, helper, self._fd)
 
     def write(self, batch: Batch, help: Help | None) -> None:
         moves.alone(self._library, batch, self._fd)

@@ -42,13 +42,21 @@ class Slices(Sequence[memoryview]):
         memory, length = self._memory, self._length
         return (memory[start : start + length] for start in self._starts.tolist())
 
+    def pick(self, which: Sequence[int]) -> Slices:
+        """Those of these numbers."""
+        return Slices(self._memory, self._starts[np.asarray(which, np.intp)], self._length)
+
+    @property
+    def sizes(self) -> NDArray[np.uint64]:
+        return np.full(len(self), self._length, np.uint64)
+
     @property
     def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
         return (ctypes.c_void_p * len(self)).from_buffer((self._starts + address(self._memory)).data)
 
     @property
     def lengths(self) -> ctypes.Array[ctypes.c_uint64]:
-        return (ctypes.c_uint64 * len(self)).from_buffer(np.full(len(self), self._length, np.uint64).data)
+        return (ctypes.c_uint64 * len(self)).from_buffer(self.sizes.data)
 
 
 def addresses(buffers: Sequence[memoryview]) -> ctypes.Array[ctypes.c_void_p]:
@@ -62,3 +70,13 @@ def lengths(buffers: Sequence[memoryview]) -> ctypes.Array[ctypes.c_uint64]:
     if isinstance(buffers, Slices):
         return buffers.lengths
     return (ctypes.c_uint64 * len(buffers))(*map(len, buffers))
+
+
+def pick(buffers: Sequence[memoryview], which: Sequence[int]) -> Sequence[memoryview]:
+    """Those of these numbers."""
+    return buffers.pick(which) if isinstance(buffers, Slices) else [buffers[at] for at in which]
+
+
+def sizes(buffers: Sequence[memoryview]) -> NDArray[np.uint64]:
+    """`lengths` to compute with."""
+    return buffers.sizes if isinstance(buffers, Slices) else np.fromiter(map(len, buffers), np.uint64, len(buffers))
