@@ -127,9 +127,8 @@ class _Fetch:
         try:
             for _ in range(min(self._store.read_concurrency, len(self._batches))):
                 self._read_next()
-                await (
-                    checkpoint()
-                )  # the call has been made before the next is prepared: its thread need not wait for that
+                # The call has been made before the next is prepared: its thread need not wait for that.
+                await checkpoint()
             await self._over.wait()
         finally:
             self._over.set()
