@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "breather.h"
 #include "error.h"
 #include "objects.h"
 #include "slot_requests.h"
@@ -157,6 +158,7 @@ int32_t hic_slots_move(hic_slot_batch* batch) {
   if (const int32_t wrong = hic::check_slots(*batch)) return wrong;
   hic::SlotRequests requests(*batch);
   hic::SlotRequest request;
+  hic::Breather breather;
   uint64_t ours = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
   for (uint64_t number = 0; requests.next(&request); ++number) {
     if (number != ours) continue;  // another thread's
@@ -171,6 +173,7 @@ int32_t hic_slots_move(hic_slot_batch* batch) {
     }
     if (!batch->writes && !batch->from_cache) hic::judge_slots(*batch, request.first, request.end);  // while it is in the cache
     ours = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
+    breather.step();
   }
   return HIC_OK;
 }
