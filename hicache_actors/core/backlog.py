@@ -7,7 +7,7 @@ while a failed backup is not made good.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Final, get_args
 
 from hicache_actors.core.config import StoreOn, check_name
 from hicache_actors.core.node import SAVING, UNSTORED
@@ -15,7 +15,9 @@ from hicache_actors.core.saving import Saving
 from hicache_actors.core.state import Note, State
 from hicache_actors.core.words import HOST, READY, Phase, PolicyRefused, UseStorage
 
-_JOB_PAGES = 256  # a batch, or several of long pages
+JOB_PAGES: Final = 512
+"""Two batches, as many as are written at once by default, or more of long pages."""
+
 _APPLY_NODES = 4096
 
 
@@ -92,7 +94,7 @@ class Backlog:
             return
         pages = 0
         for _ in range(_APPLY_NODES):
-            if not state.backlog or pages >= _JOB_PAGES:
+            if not state.backlog or pages >= JOB_PAGES:
                 break
             node = state.backlog.popleft()
             if node.tag and node.stored == UNSTORED and node.at[HOST].state == READY:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hicache_actors.core import Core
+from hicache_actors.core.backlog import JOB_PAGES
 from hicache_actors.core.words import Phase, StartBackup, StartPrefetch, UseStorage, encode_result
 
 from .kit import PAGE, Toks, answer, cached, clear_device, compute, make, of_type, settle, whole, woken
@@ -65,13 +66,15 @@ def test_the_wait_for_stored_ends_with_the_store() -> None:
 
 
 def test_what_waits_for_the_backlog_is_pending() -> None:
-    core = make(device=900, host=900, storage=False)
+    pages = JOB_PAGES - 100  # a job is of two families; the third waits for its turn
+    core = make(device=4 * pages, host=4 * pages, storage=False)
     for family in range(1, 4):
-        cached(core, prompt(200, family=family))
+        cached(core, prompt(pages, family=family))
     core.set_storage(True)
-    waiter, drain = core.stored(prompt(200, family=3)), core.drained()
+    assert core.usage().backlog_nodes == 1
+    waiter, drain = core.stored(prompt(pages, family=3)), core.drained()
     effects = settle(core)
-    assert woken(effects, waiter) == (200 * PAGE, None)
+    assert woken(effects, waiter) == (pages * PAGE, None)
     assert woken(effects, drain) == 0
     whole(core)
 
@@ -91,16 +94,17 @@ def test_the_backlog_is_saved_a_job_at_a_time_and_shallow_nodes_first() -> None:
         effects = answer(core)
     assert jobs[0][0] == (0, 10)  # the stem: without it nothing is found
     assert sum(pages for job in jobs for _, pages in job) == 10 + 5 * 150
-    assert all(sum(pages for _, pages in job) <= 256 + 150 for job in jobs)
+    assert all(sum(pages for _, pages in job) <= JOB_PAGES + 150 for job in jobs)
     assert len([job for job in jobs if job]) >= 2
     assert core.usage().stored_pages == core.usage().tree_pages
     whole(core)
 
 
 def test_a_failing_store_is_not_flooded_by_the_backlog() -> None:
-    core = make(device=1400, host=1400, storage=False, retry_delays_s=(1,))
+    pages = JOB_PAGES + 88  # each a job of its own
+    core = make(device=5 * pages, host=5 * pages, storage=False, retry_delays_s=(1,))
     for family in range(1, 5):
-        cached(core, prompt(300, family=family))
+        cached(core, prompt(pages, family=family))
     core.set_storage(True)
     (first,) = of_type(core.take_effects(), StartBackup)
     core.apply(0, [(first.job, Phase.RUN, encode_result(0))], [first.job])
@@ -115,7 +119,7 @@ def test_a_failing_store_is_not_flooded_by_the_backlog() -> None:
     assert core.usage().retries == 0  # given up; the others get their chance
     assert of_type(core.take_effects(), StartBackup)
     settle(core)
-    assert core.usage().stored_pages == 900
+    assert core.usage().stored_pages == 3 * pages
     whole(core)
 
 
@@ -202,9 +206,10 @@ def test_a_fetch_that_began_at_the_old_store_is_published_and_not_stored(attache
 
 
 def test_nodes_that_have_gone_are_passed_over() -> None:
-    core = make(device=900, host=900, storage=False)
+    pages = JOB_PAGES + 48
+    core = make(device=4 * pages, host=4 * pages, storage=False)
     for family in range(1, 4):
-        cached(core, prompt(280, family=family))
+        cached(core, prompt(pages, family=family))
     core.set_storage(True)
     core.take_effects()
     assert core.usage().backlog_nodes == 2

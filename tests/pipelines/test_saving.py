@@ -196,6 +196,25 @@ def test_a_backup_that_is_given_up_is_released_when_all_that_was_under_way_has_e
 
 
 @SEEDS
+def test_a_backlog_goes_to_the_store_by_as_many_writes_as_may_be_under_way(seed: int | None) -> None:
+    async def main() -> None:
+        pages = shapes.BATCH_PAGES
+        async with open_small(device_pages=pages + 10, host_pages=3 * pages) as small:
+            for family in (1, 2):
+                await request(small, prompt(pages, family=10 * family))
+            assert await small.cache.drain(30.0) == 0
+            store = Hanging(MemoryBackend(), ["write"])
+            await small.cache.attach_storage(store)
+            await anyio.sleep(0.5)
+            assert _storage(small).lanes["write"].running_calls == 2
+            store.release()
+            assert await small.cache.drain(60.0) == 0
+            assert store.inner.stats()["objects"] == 2 * pages
+
+    run_checked(main, seed)
+
+
+@SEEDS
 def test_stored_says_why_not(seed: int | None) -> None:
     async def main() -> None:
         async with open_small(host_pages=8, backend=Slow(MemoryBackend(), latency_s=0.01)) as small:
