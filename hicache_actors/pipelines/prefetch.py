@@ -151,6 +151,8 @@ class _Fetch:
 
     def _answered(self, number: int, reading: Call[int], good: int) -> None:
         self._under_way.discard(reading)
+        if self._over.is_set():
+            return
         self._good[number] = good
         if good < self._batches[number].pages:
             self._end = min(self._end, number + 1)

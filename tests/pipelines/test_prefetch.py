@@ -17,6 +17,7 @@ from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.testing.lives import reference_token, request, run_checked
 from hicache_actors.testing.pools import check_whole
 from hicache_actors.testing.small import Small, open_small, prompt, small_config
+from hicache_actors.tiers.storage import Store
 
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 LONG = 4 * BATCH_PAGES
@@ -236,6 +237,40 @@ def test_a_grant_may_come_when_its_pipeline_is_dead(steps_before: int, seed: int
             cache.core.reset()
             cache.end_step()
             check_whole(cache.core)
+
+    async def main() -> None:
+        with pytest.raises(HiCacheError, match="planted"):
+            await body()
+
+    run_checked(main, seed)
+
+
+@SEEDS
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_a_bug_between_two_batches_is_the_pipelines(
+    seed: int | None, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read begins in the answer of another one, which must neither swallow what is raised there nor be blamed for it."""
+    read, calls = Store.read, 0
+
+    def broken(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise KeyError("planted")
+        return read(*args, **options)
+
+    async def body() -> None:
+        store = await _stored(prompt(LONG))
+        async with _open(store, prefetch_policy="wait_complete", check_pools=False) as small:
+            monkeypatch.setattr(Store, "read", broken)
+            begun_s = anyio.current_time()
+            async with small.cache.acquire(prompt(LONG)) as lease:
+                assert lease.account.storage == 0
+            assert anyio.current_time() - begun_s < (nth + 1) * READ_S, "nobody waits for what will not come"
+            assert small.cache.core.degraded
+            await small.cache.pipelines.idle()
+            assert small.cache.core.usage().host.limbo_pages == 0
 
     async def main() -> None:
         with pytest.raises(HiCacheError, match="planted"):
