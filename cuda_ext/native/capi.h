@@ -14,7 +14,7 @@
 #endif
 
 /* Raised with every change to a struct or a signature below: cuda_ext/native/structs.py states the same number. */
-#define HICACHE_ABI_VERSION 1
+#define HICACHE_ABI_VERSION 2
 
 enum hic_code {
   HIC_OK = 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 """Raised with every change to a struct or a signature: capi.h states the same number."""
 
 

@@ -21,10 +21,10 @@ SHIM = r"""
 #include <string.h>
 #include <unistd.h>
 static bool refused(const char *what) { const char *said = getenv("REFUSED"); return said && strstr(said, what); }
-extern "C" int open(const char *path, int flags, ...) {
+extern "C" int openat(int folder, const char *path, int flags, ...) {
   va_list rest; va_start(rest, flags); const mode_t mode = va_arg(rest, int); va_end(rest);
   if ((flags & O_TMPFILE) == O_TMPFILE && refused("open")) return errno = EOPNOTSUPP, -1;
-  return ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, "open"))(path, flags, mode);
+  return ((int (*)(int, const char *, int, ...))dlsym(RTLD_NEXT, "openat"))(folder, path, flags, mode);
 }
 extern "C" int linkat(int from, const char *source, int to, const char *path, int flags) {
   if (refused(flags & AT_EMPTY_PATH ? "descriptor" : "proc")) return errno = ENOENT, -1;
@@ -37,20 +37,23 @@ import os, sys
 from hicache_actors.cuda_ext.native import files as native
 library, folder = native.files(), sys.argv[1]
 assert library is not None
-for number in range(2):  # the second knows what the first has met
-    names = [b"%s/%d-%d" % (folder.encode(), number, at) for at in range(3)]
+for number, count in enumerate((3, 12, 3)):  # the second knows what the first has met, and opens the folder for all of its files
+    names = [b"%s/%d-%d" % (folder.encode(), number, at) for at in range(count)]
     with open(names[1], "wb") as file:
         file.write(b"in the way")
-    writes = native.Writes(library, [name + b".tmp" for name in names], names, [memoryview(b"whole" * 99)] * 3)
+    writes = native.Writes(library, names, [memoryview(b"whole" * 99)] * count, b".w%d." % number, 10)
     writes.run()
-    assert writes.outcomes == [native.WRITE_WRITTEN, native.WRITE_EXISTS, native.WRITE_WRITTEN], writes.outcomes
-    assert [os.path.getsize(name) for name in names] == [495, 10, 495]
-    assert os.path.getsize(names[1] + b".tmp") == 495
-    assert {os.stat(name).st_mode & 0o777 for name in (names[0], names[1] + b".tmp", names[2])} == {0o600}
-    gone = native.Writes(library, [b"/no/such/t"], [b"/no/such/f"], [memoryview(b"whole")])
+    outcomes = [native.WRITE_WRITTEN] * count
+    outcomes[1] = native.WRITE_EXISTS
+    assert writes.outcomes == outcomes, writes.outcomes
+    assert [os.path.getsize(name) for name in names] == [495, 10, *[495] * (count - 2)]
+    beside = os.path.join(folder.encode(), b".w%d.11.tmp" % number)
+    assert os.path.getsize(beside) == 495
+    assert {os.stat(name).st_mode & 0o777 for name in (names[0], beside, names[2])} == {0o600}
+    gone = native.Writes(library, [b"/no/such/f"], [memoryview(b"whole")], b".", 0)
     gone.run()
     assert gone.outcomes == [native.WRITE_NO_FOLDER]
-assert len(os.listdir(folder)) == 8
+assert len(os.listdir(folder)) == 18 + 3
 """
 
 
