@@ -264,6 +264,8 @@ class Pipelines:
             if bug is None:
                 job.close()
             else:
+                if not isinstance(bug, StoppedError):  # the group may be closing, and tell nobody
+                    self._log.error("write_back_failed", job=start.job, exc_info=bug)
                 self._spawn("write_back", partial(_fail, bug), start)  # in the group that it breaks
 
         if self._system.state != "running":

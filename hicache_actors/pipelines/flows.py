@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-import anyio
 import msgspec
 
 from hicache_actors.pipelines.observer import BatchKind
@@ -32,7 +32,7 @@ class Flow:
         """A job has moved ``pages`` (maybe 0: it failed); ``since_s`` is when it began, on the loop's clock."""
         self._pages += pages
         self._bytes += nbytes
-        self._seconds.add(anyio.current_time() - since_s)
+        self._seconds.add(asyncio.get_running_loop().time() - since_s)
 
     def snapshot(self) -> FlowSnapshot:
         return FlowSnapshot(self._pages, self._bytes, self._seconds.snapshot())

@@ -50,12 +50,13 @@ def copy_at_once(
     then nothing need have been answered.  What the copy still touches is held by ``job``.  What goes wrong before the copy is
     submitted is raised here.
     """
-    begun_s = anyio.current_time()
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
     movers.host.call(Reserved(start.target))
     copy = _Copy(movers, start, job)
     ticket = copy.begin(batch)
     ended = end_of(ticket)
-    timer = asyncio.get_running_loop().call_at(movers.at(movers.deadlines.write_back_s), ended.cancel)
+    timer = loop.call_at(movers.at(movers.deadlines.write_back_s), ended.cancel)
 
     def answer(_: asyncio.Future[None]) -> None:
         timer.cancel()

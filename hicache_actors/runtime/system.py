@@ -25,6 +25,7 @@ from hicache_actors.runtime.observation import (
     describe_rings,
     unwrap,
 )
+from hicache_actors.runtime.sniffing import as_in_a_task
 
 Ts = TypeVarTuple("Ts")
 
@@ -143,6 +144,9 @@ class System:
 
     def spawn(self, name: str, pipeline: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Job:
         """Run ``pipeline(*args)`` in the task group.  What it raises fails the system.  Raises StoppedError when closing."""
+        return as_in_a_task(lambda: self._spawn(name, pipeline, args))
+
+    def _spawn(self, name: str, pipeline: Callable[[*Ts], Awaitable[object]], args: tuple[*Ts]) -> Job:
         group = self._accepting()
         self._numbers += 1
         job = Job(name, self._numbers)
