@@ -48,6 +48,10 @@ class Backend(ABC):
     scope: Literal["instance", "host", "cluster"] = "instance"
     """Who can see what is written here: this process only, processes of this host, or the cluster."""
 
+    batch_pages: int = 64
+    """Pages that one call is given at most, besides 32 MiB.  A deadline is that of a call, and a fetch stops between calls: only a
+    store that is done with a small page in microseconds gains by more, up to `hicache_actors.memory.shapes.BATCH_PAGES`."""
+
     checks: bool = False
     """Whether `read_checked` and `write_sealed` may be called.  A wrapper says False, unless it has them too."""
 

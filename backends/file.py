@@ -56,7 +56,7 @@ class FileBackend(Backend):
     what a power failure left of it.  An object of another length than the reader asks for is a miss and is quarantined.
     Folders are made 0700 and files 0600.
 
-    A batch is one hop to a worker thread, both ways; two threads write a large one, if a second can be had.  Several processes may
+    A batch is one hop to a worker thread, both ways; two threads move a large one, if a second can be had.  Several processes may
     share a folder: its limits (see `FileOptions`) are for all of them, and what fits no more makes the longest unused objects go,
     whoever wrote them.
 
@@ -74,6 +74,7 @@ class FileBackend(Backend):
         self.url = url
         self.options = options or FileOptions.parse(url)
         self._folder = folder or Folder(self.options.root, self.options.limits)
+        self.batch_pages = self._folder.batch_pages
         self._workers = workers
         self._executor = _Lent(workers)
         self._known = Known(self.options.metadata_ttl_s)
@@ -312,6 +313,8 @@ class FileBackend(Backend):
         )  # fmt: skip
 
     def _remember(self, identities: Mapping[str, tuple[int, int]]) -> None:
+        if not identities:
+            return
         self._read_as.append(identities)
         self._n_read_as += len(identities)
         while self._n_read_as > _KEEP_IDENTITIES and len(self._read_as) > 1:

@@ -75,6 +75,8 @@ class Written(NamedTuple):
 
 
 class Folder:
+    batch_pages = 256  #: see `Backend.batch_pages`
+
     def __init__(self, root: str, limits: Limits | None = None) -> None:
         self.root = root
         self.ledger = Ledger(root, limits or Limits())

@@ -41,7 +41,7 @@ class Batches:
 
     @contextmanager
     def one(self, n_bytes: int, help: Help | None) -> Iterator[Help | None]:
-        """Around a batch: ``help``, if the batch is large, and the others leave a core to who would help."""
+        """Around a batch: ``help``, if the batch is large, and no more batches are under way than there are cores."""
         with self._lock:
             self._under_way += 1
             spare = self._under_way <= _CORES

@@ -24,6 +24,8 @@ class MemoryBackend(Backend):
     object is copied on the loop, with a checkpoint after each.
     """
 
+    batch_pages = 256
+
     def __init__(self, url: str = "memory://", workers: Workers | None = None) -> None:
         name = parse_url(url, "memory", path=False).host
         self._objects = _named_stores.setdefault(name, {}) if name else {}

@@ -31,7 +31,7 @@ class Wrapper(Backend):
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        self.scope = inner.scope
+        self.scope, self.batch_pages = inner.scope, inner.batch_pages
 
     async def open(self) -> None:
         await self.inner.open()

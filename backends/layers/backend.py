@@ -43,6 +43,7 @@ class LayeredBackend(Backend):
             for at, one in enumerate(self.options.urls)
         ]
         self.scope = self._layers[-1].backend.scope
+        self.batch_pages = min(layer.backend.batch_pages for layer in self._layers)
         self._workers = workers
         self._targets = {"all": self._layers, "nearest": self._layers[:1], "farthest": self._layers[-1:]}[
             self.options.write

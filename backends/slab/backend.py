@@ -53,6 +53,7 @@ class SlabBackend(Backend):
     """
 
     scope = "host"
+    batch_pages = 256
     checks = True
 
     def __init__(self, url: str, workers: Workers) -> None:

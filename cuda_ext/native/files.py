@@ -49,8 +49,8 @@ class Lookups:
 
     def __init__(self, files: Files, paths: Sequence[bytes]) -> None:
         self._files = files
-        self._kept = _pointers(paths)
-        self._batch = FileLookups(len(paths), 0, _at(self._kept), len(paths))
+        self._kept = _pointers(paths), paths
+        self._batch = FileLookups(len(paths), 0, _at(self._kept[0]), len(paths))
 
     def run(self) -> None:
         """Any thread."""
@@ -85,7 +85,7 @@ class Reads:
         self._files = files
         self._outcomes, self._errors = (ctypes.c_int64 * count)(), (ctypes.c_int32 * count)()
         self._identities, self._verdicts = (FileIdentity * count)(), (ctypes.c_uint8 * count)()
-        self._kept = _pointers(paths), addresses(buffers), lengths(buffers), names, buffers
+        self._kept = _pointers(paths), addresses(buffers), lengths(buffers), names, paths, buffers
         self._batch = FileReads(
             count, 0, *map(_at, self._kept[:3]), touch_before_ns, None if names is None else ctypes.pointer(names),
             _at(self._outcomes), _at(self._identities), _at(self._errors), _at(self._verdicts),
@@ -137,7 +137,8 @@ class Writes:
         self._outcomes = (ctypes.c_int32 * count)(*[WRITE_SKIPPED] * count)
         self._errors = (ctypes.c_int32 * count)()
         self._kept = (
-            _pointers(paths), addresses(buffers), lengths(buffers), (ctypes.c_uint64 * len(numbers))(*numbers), names, buffers,
+            _pointers(paths), addresses(buffers), lengths(buffers), (ctypes.c_uint64 * len(numbers))(*numbers), names,
+            paths, buffers,
         )  # fmt: skip
         self._batch = FileWrites(
             count, 0, _at(self._kept[0]), temporary, first, _at(self._kept[1]), _at(self._kept[2]),

@@ -149,7 +149,7 @@ class HostMemory:
         if len(self._spans) != 1 or self._bytes is None or not len(which):
             return [object for slot in which.tolist() for object in self.objects(slot)]
         self._run(int(which.max()), 0)  # raises what `object` would
-        return Slices(self._bytes, which * np.int64(self._slot_bytes), self._object_bytes)
+        return Slices(self._bytes, which.astype(np.int64) * self._slot_bytes, self._object_bytes)
 
     def header(self, slot: int) -> memoryview:
         """The header of a slot (of its first chunk), writable; empty for raw objects."""

@@ -35,7 +35,7 @@ async def backup(movers: Movers, store: Store, start: StartBackup, job: OpenJob)
         job.result(len(start.source) // SLOT_BYTES)  # MIN takes the answer of the rank that does
         return
     begun_s = anyio.current_time()
-    save = _Save(movers, store, job, movers.batches(start.source))
+    save = _Save(movers, store, job, movers.batches(start.source, store.batch_pages))
     with anyio.CancelScope(deadline=movers.at(movers.deadlines.backup_s)):
         for path in start.paths:
             save.add(path, await movers.hash_path(path))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
-
-import anyio
 
 from hicache_actors.config import Deadlines, StorageConfig
 from hicache_actors.core.words import TOKEN_BYTES, Path, Slots
@@ -13,6 +12,7 @@ from hicache_actors.cuda_ext.native.digests import digests
 from hicache_actors.errors import BackendError, StoppedError
 from hicache_actors.keys.hashes import page_hashes
 from hicache_actors.keys.prompt import Prompt
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.pipelines.flows import Flows
 from hicache_actors.pipelines.observer import Observation, Observer
 from hicache_actors.runtime import Workers, bind_log
@@ -50,17 +50,21 @@ class Movers:
         self._page_bytes = host.memory.shape.page_bytes
         self.flows = Flows()
         self._observers: list[Observer] = []
+        self._loop = (
+            asyncio.get_running_loop()
+        )  # asked itself: anyio knows none in callbacks where sniffio is installed
         self._log = bind_log(part="movers")
 
-    def batches(self, slots: Slots) -> list[Batch]:
-        return cut(slots, self._page_bytes)
+    def batches(self, slots: Slots, most_pages: int = BATCH_PAGES) -> list[Batch]:
+        """``most_pages``: of a store, that may take fewer at once than a device."""
+        return cut(slots, self._page_bytes, most_pages)
 
     def nbytes(self, pages: int) -> int:
         return pages * self._page_bytes
 
     def at(self, seconds: float) -> float:
         """A deadline ``seconds`` from now, on the loop's clock."""
-        return anyio.current_time() + seconds
+        return self._loop.time() + seconds
 
     def prefetch_limit_s(self, pages: int, asked_s: float | None) -> float:
         """The caller's limit or the policy's, whichever is shorter; a fetch that hangs ends at the maximum under any policy."""

@@ -75,7 +75,7 @@ async def prefetch(movers: Movers, start: StartPrefetch, job: OpenJob, *, store:
         return
     begun_s = anyio.current_time()
     movers.host.call(Reserved(slots))
-    fetch = _Fetch(movers, store, start.priority, job, found, movers.batches(slots))
+    fetch = _Fetch(movers, store, start.priority, job, found, movers.batches(slots, store.batch_pages))
     with anyio.CancelScope(deadline=found.deadline):
         await fetch.run()
     fetch.report(begun_s)

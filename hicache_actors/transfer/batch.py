@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hicache_actors.core.words import SLOT_BYTES, Slots
+from hicache_actors.memory.shapes import BATCH_PAGES
 from hicache_actors.transfer.plan import batches
 
 
@@ -28,9 +29,9 @@ class Batch(msgspec.Struct, frozen=True):
         return Batch(self.number, self.first_page, self.slots[: max(0, pages) * SLOT_BYTES])
 
 
-def cut(slots: Slots, page_bytes: int) -> list[Batch]:
-    """Batches of at most 256 pages and 32 MiB."""
+def cut(slots: Slots, page_bytes: int, most_pages: int = BATCH_PAGES) -> list[Batch]:
+    """Batches of at most ``most_pages``, 256 pages and 32 MiB."""
     return [
         Batch(number, run.start, slots[run.start * SLOT_BYTES : run.stop * SLOT_BYTES])
-        for number, run in enumerate(batches(slots, page_bytes))
+        for number, run in enumerate(batches(slots, page_bytes, most_pages))
     ]

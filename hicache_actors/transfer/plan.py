@@ -14,7 +14,7 @@ from hicache_actors.core.words import SLOT_BYTES, Slots
 from hicache_actors.errors import UsageError
 from hicache_actors.memory.geometry import Geometry
 from hicache_actors.memory.kv import Raw
-from hicache_actors.memory.shapes import KVShape, batch_pages
+from hicache_actors.memory.shapes import BATCH_PAGES, KVShape, batch_pages
 from hicache_actors.transfer.affine import AffineCopy
 
 _Index: TypeAlias = slice | NDArray[np.intp]
@@ -34,10 +34,10 @@ class Paged(Protocol):
     def raw(self, layer: int) -> tuple[Raw, ...]: ...
 
 
-def batches(slots: Slots, page_bytes: int) -> tuple[range, ...]:
+def batches(slots: Slots, page_bytes: int, most_pages: int = BATCH_PAGES) -> tuple[range, ...]:
     """Positions in ``slots``, cut into batches of at most 256 pages and 32 MiB (one page at least)."""
     pages = len(slots) // SLOT_BYTES
-    step = batch_pages(page_bytes)
+    step = min(most_pages, batch_pages(page_bytes))
     return tuple(range(start, min(start + step, pages)) for start in range(0, pages, step))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_actors.backends import helping
 from hicache_actors.backends.backend import Stored
 from hicache_actors.backends.folder import Folder
 from hicache_actors.backends.helping import share
@@ -81,3 +82,18 @@ def test_a_large_batch_is_written_once_by_two_threads(tmp_path: Path) -> None:
     assert [bytes(buffer) for buffer in again] == [bytes(buffer) for buffer in buffers]
     assert folder.ledger.look().objects == 25
     folder.close()
+
+
+def test_help_is_worth_asking_for_with_large_batches_while_cores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helping, "_CORES", 2)
+    batches = helping.Batches()
+
+    def help(work: Callable[[], None]) -> Future[None] | None:
+        return None
+
+    with batches.one(16 * MIB, help) as first, batches.one(16 * MIB, help) as second:
+        assert (first, second) == (help, help)
+        with batches.one(16 * MIB, help) as third:
+            assert third is None
+    with batches.one(MIB, help) as small, batches.one(16 * MIB, None) as alone:
+        assert (small, alone) == (None, None)

@@ -307,7 +307,9 @@ int32_t hic_files_write(hic_writes* batch) {
 
 int32_t hic_files_look_up(hic_lookups* batch) {
   const Common folder(batch->paths, batch->count);
-  for (uint64_t first; (first = take(&batch->next, kLookups)) < __atomic_load_n(&batch->leading, __ATOMIC_RELAXED);)
+  hic::Breather breather;
+  for (uint64_t first; (first = take(&batch->next, kLookups)) < __atomic_load_n(&batch->leading, __ATOMIC_RELAXED);
+       breather.step())
     for (uint64_t i = first; i < batch->count && i < first + kLookups; ++i) {
       struct stat found;
       const bool failed = fstatat(folder.fd(), folder(batch->paths[i]), &found, AT_SYMLINK_NOFOLLOW);

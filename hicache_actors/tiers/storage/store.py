@@ -64,7 +64,7 @@ class Store:
     ) -> None:
         self.url = masked(source.url)  #: for those who look
         self.backend, self.keys, self.threads = source.backend, source.keys, source.threads
-        self.read_concurrency = config.read_concurrency
+        self.read_concurrency, self.batch_pages = config.read_concurrency, self.backend.batch_pages
         self.closed = False
         self._host, self._staging, self._workers, self._note = host, staging, workers, note
         self._page_bytes = host.memory.layout.object_bytes
