@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple
 
@@ -21,14 +19,14 @@ from hicache_actors.backends.evictor import check, unchecked
 from hicache_actors.backends.file_batches import FAILED, MISSING, TORN
 from hicache_actors.backends.file_options import FileOptions
 from hicache_actors.backends.folder import Folder
-from hicache_actors.backends.helping import Help
+from hicache_actors.backends.helping import help_of
 from hicache_actors.backends.known import Known
 from hicache_actors.backends.ledger import N_ROWS, N_SHARDS, disk_bytes
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.room import Room
 from hicache_actors.backends.shards import Identity
 from hicache_actors.backends.urls import FIELD
-from hicache_actors.errors import BackendError, ConfigError, StoppedError
+from hicache_actors.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -107,7 +105,7 @@ class FileBackend(Backend):
         if known == len(keys):
             return known
         with self._errors("exists"):
-            found = await self._workers.run(self._folder.leading, keys[known:], self._helper())
+            found = await self._workers.run(self._folder.leading, keys[known:], help_of(self._workers))
         self._known.add(keys[known : known + found], now_s)
         return known + found
 
@@ -133,7 +131,7 @@ class FileBackend(Backend):
     ) -> tuple[list[bool], list[Verdict | None]]:
         """-> which were found, and what they are if something is expected."""
         lengths, identities, error, verdicts = await self._workers.run(
-            self._folder.read_many, keys, buffers, expected, self._helper()
+            self._folder.read_many, keys, buffers, expected, help_of(self._workers)
         )
         self._known.add(identities, anyio.current_time())
         self._remember(identities)
@@ -219,7 +217,7 @@ class FileBackend(Backend):
     ) -> tuple[list[Stored], OSError | None]:
         """Write, make room for what did not fit, and write that; what still does not fit is refused."""
         outcomes, left, error = await self._workers.run(
-            self._folder.write_many, keys, buffers, self._helper(), expected
+            self._folder.write_many, keys, buffers, help_of(self._workers), expected
         )
         until_s = anyio.current_time() + _ROOM_S
         while left and anyio.current_time() < until_s:  # other writers may be faster than we
@@ -286,17 +284,6 @@ class FileBackend(Backend):
         return [key for row in rows for key in self._folder.keys(row)]
 
     # -- parts --------------------------------------------------------------------------------------------------------
-
-    def _helper(self) -> Help:
-        """Another thread of the call that is made now."""
-        here = copy_context()  # which pool a call belongs to is known by its task
-
-        def help(work: Callable[[], None]) -> Future[None] | None:
-            with contextlib.suppress(BackendError, StoppedError):  # no thread can be had
-                return here.run(self._workers.submit, work)
-            return None
-
-        return help
 
     async def _admin(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         result: T = await aiofiles.os.wrap(fn)(*args, executor=self._executor)

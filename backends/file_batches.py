@@ -229,18 +229,13 @@ class Making:
                 error = outcome[1]
                 self._full = self._full or (error is not None and error.errno in _DISK_IS_FULL)
 
-    @property
-    def all_written(self) -> bool:
-        if self._native is not None:
-            return self._native.outcomes.count(native.WRITE_WRITTEN) == len(self._files.paths)
-        return all(made is Made.WRITTEN for made, _ in self._outcomes)
-
     def outcomes(self) -> list[Outcome]:
         if self._native is None:
             return self._outcomes
-        if self.all_written:
-            return [(Made.WRITTEN, None)] * len(self._files.paths)
-        return [*map(self._outcome, count(), self._native.outcomes, self._native.errors)]
+        codes = self._native.outcomes
+        if codes.count(native.WRITE_WRITTEN) == len(codes):
+            return [(Made.WRITTEN, None)] * len(codes)
+        return [*map(self._outcome, count(), codes, self._native.errors)]
 
     def _outcome(self, at: int, code: int, error: int) -> Outcome:
         if code == native.WRITE_NO_RENAME:

@@ -49,6 +49,7 @@ from hicache_actors.backends.presence import TOUCH_AFTER_S, absent, is_still, le
 from hicache_actors.backends.shards import SHARDS, Identity, Item, Scan, keys_in, scan
 from hicache_actors.backends.turns import Turns
 from hicache_actors.cuda_ext.native.buffers import pick, sizes
+from hicache_actors.memory.shapes import BATCH_PAGES
 
 QUARANTINE_KEEP: Final = 64
 _WORTH_HELP_LOOKUPS: Final = 128
@@ -75,7 +76,7 @@ class Written(NamedTuple):
 
 
 class Folder:
-    batch_pages = 256  #: see `Backend.batch_pages`
+    batch_pages = BATCH_PAGES  #: see `Backend.batch_pages`
 
     def __init__(self, root: str, limits: Limits | None = None) -> None:
         self.root = root

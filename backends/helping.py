@@ -6,14 +6,32 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Final, TypeAlias
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from hicache_actors.errors import BackendError, StoppedError
+
+if TYPE_CHECKING:
+    from hicache_actors.runtime.workers import Workers
 
 _WORTH_HELP_BYTES: Final = 4 << 20  # what fewer pages gain, the computation beside them loses
 _CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 Help: TypeAlias = "Callable[[Callable[[], None]], Future[None] | None]"
 """Have another thread run this as well, if one can be had."""
+
+
+def help_of(workers: Workers) -> Help:
+    """That of threads which belong to the call that is made now."""
+    here = copy_context()  # which pool a call belongs to is known by its task
+
+    def help(work: Callable[[], None]) -> Future[None] | None:
+        with suppress(BackendError, StoppedError):  # no thread can be had
+            return here.run(workers.submit, work)
+        return None
+
+    return help
 
 
 def share(work: Callable[[], None], help: Help | None, *, at_most: int = 1) -> None:

@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from hicache_actors.backends.backend import Backend, Stored
 from hicache_actors.backends.urls import parse_url
+from hicache_actors.memory.shapes import BATCH_PAGES
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -24,7 +25,7 @@ class MemoryBackend(Backend):
     object is copied on the loop, with a checkpoint after each.
     """
 
-    batch_pages = 256
+    batch_pages = BATCH_PAGES
 
     def __init__(self, url: str = "memory://", workers: Workers | None = None) -> None:
         name = parse_url(url, "memory", path=False).host

@@ -6,17 +6,15 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hicache_actors.backends.backend import Backend, Stored
-from hicache_actors.backends.helping import Help
+from hicache_actors.backends.helping import Help, help_of
 from hicache_actors.backends.objects import Expected, Verdict
 from hicache_actors.backends.slab import store_file
 from hicache_actors.backends.slab.doorkeeper import Doorkeeper
@@ -26,7 +24,8 @@ from hicache_actors.backends.slab.options import SlabOptions
 from hicache_actors.backends.slab.store_file import StoreFile
 from hicache_actors.backends.slab.table import Claim, Found
 from hicache_actors.cuda_ext.native.buffers import pick, sizes
-from hicache_actors.errors import BackendError, StoppedError
+from hicache_actors.errors import BackendError
+from hicache_actors.memory.shapes import BATCH_PAGES
 
 if TYPE_CHECKING:
     from hicache_actors.runtime.workers import Workers
@@ -53,7 +52,7 @@ class SlabBackend(Backend):
     """
 
     scope = "host"
-    batch_pages = 256
+    batch_pages = BATCH_PAGES
     checks = True
 
     def __init__(self, url: str, workers: Workers) -> None:
@@ -116,7 +115,7 @@ class SlabBackend(Backend):
         store = await self._found()
         answer: tuple[list[bool], list[Verdict | None]] = [False] * len(keys), [None] * len(keys)
         if store is not None and keys:
-            table, medium, help = store.file.table, store.medium, self._help()
+            table, medium, help = store.file.table, store.medium, help_of(self._workers)
 
             def read() -> tuple[list[bool], list[Verdict | None]]:
                 found = table.look_up(keys)
@@ -128,9 +127,7 @@ class SlabBackend(Backend):
                 same = table.unchanged(slots, found.marks[here])
                 if touch:
                     table.touch(slots[np.array(same, bool)], _now_ms())
-                if all(same) and numbers == [
-                    *range(len(keys))
-                ]:  # neighbours in the order of their prefix, as they were written
+                if all(same) and numbers == [*range(len(keys))]:  # all of them, in the order in which they were written
                     return [True] * len(keys), verdicts
                 flags, judged = answer
                 for at, verdict, unchanged in zip(numbers, verdicts, same, strict=True):
@@ -152,7 +149,7 @@ class SlabBackend(Backend):
         store = await self._made(int(sizes(buffers).max()))
         step = max(1, min(_CLAIMED_AT_ONCE, store.file.geometry.slots // _CLAIMED_PART))
         parts = [range(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
-        help = self._help()
+        help = help_of(self._workers)
 
         def write() -> list[Stored]:
             return [
@@ -286,16 +283,6 @@ class SlabBackend(Backend):
             else:
                 wanted.append(at)
         return wanted
-
-    def _help(self) -> Help:
-        here = copy_context()  # which pool a call belongs to is known by its task
-
-        def help(work: Callable[[], None]) -> Future[None] | None:
-            with suppress(BackendError, StoppedError):  # no thread can be had
-                return here.run(self._workers.submit, work)
-            return None
-
-        return help
 
     async def _found(self) -> _Store | None:
         """Another process may have made it meanwhile."""

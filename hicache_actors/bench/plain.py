@@ -16,9 +16,8 @@ from time import perf_counter
 from typing import Any, Final, Protocol
 
 from hicache_actors.backends.backend import Backend
+from hicache_actors.memory.shapes import BATCH_PAGES, batch_pages
 
-BATCH_PAGES: Final = 256
-BATCH_BYTES: Final = 32 << 20
 PEERS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 """In a source tree.  Peers are not part of the package."""
 
@@ -51,9 +50,9 @@ class Pages:
     def names(self, number: int) -> list[str]:
         return [f"{number:08x}{at:056x}" for at in range(self.count)]
 
-    def batches(self) -> Iterator[slice]:
-        """As the library cuts them."""
-        return self.cut(max(1, min(BATCH_PAGES, BATCH_BYTES // self.page_bytes)))
+    def batches(self, most_pages: int = BATCH_PAGES) -> Iterator[slice]:
+        """As the library cuts them for a store that takes ``most_pages`` a call."""
+        return self.cut(min(most_pages, batch_pages(self.page_bytes)))
 
     def cut(self, step: int) -> Iterator[slice]:
         return (slice(first, first + step) for first in range(0, self.count, step))
@@ -136,7 +135,7 @@ class BackendLoop:
             assert all(outcomes), "the store refused a page"
 
         begun_s = perf_counter()
-        await asyncio.gather(*map(one, self._pages.batches()))
+        await asyncio.gather(*map(one, self._pages.batches(self._backend.batch_pages)))
         return perf_counter() - begun_s
 
 
